@@ -1,0 +1,1 @@
+"""megatron_ft: Megatron-Core pretraining that goes on when processes die."""

@@ -1,0 +1,249 @@
+"""The one registry of every change to Megatron or torch.
+
+A patch is a declared object: what it changes, why, and what it relies on. Installing checks the
+target and the parameters that the patch relies on, so a changed Megatron is an error that names
+both, never a silent no-op. Closing puts every original back.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+logger = logging.getLogger("megatron_ft.patches")
+
+MARK = "__megatron_ft_patch__"
+MEGATRON = "megatron-core"
+TORCH = "torch"
+SUPPORTED_MEGATRON = ">=0.19,<0.20"
+
+
+class PatchError(RuntimeError):
+    """A patch does not fit the installed package: a missing target or a changed signature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One change to one attribute of Megatron or torch."""
+
+    name: str
+    """Unique, ``area.what``."""
+    target: str
+    """``package.module:Qualified.name``."""
+    reason: str
+    """Why no native extension point serves."""
+    kind: Literal["wrap", "replace", "add"]
+    """``wrap`` calls the original, ``replace`` does not, ``add`` makes a missing attribute."""
+    make: Callable[[Any], Any]
+    """From the original (None for ``add``) to what takes its place."""
+    requires: tuple[str, ...] = ()
+    """Parameter names of the original that the patch relies on."""
+    package: str = MEGATRON
+    """The distribution that owns the target."""
+    versions: str = SUPPORTED_MEGATRON
+    """Versions of ``package`` for which this patch was written."""
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.target.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An installed patch and what it replaced."""
+
+    patch: Patch
+    owner: Any
+    attribute: str
+    original: Any
+    in_owner_dict: bool
+
+
+class Registry:
+    """Installs patches in order, once, and takes them back in reverse."""
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def install(self, patches: Iterable[Patch]) -> None:
+        """Install ``patches``; one that is in place already is left alone.
+
+        Raises:
+            PatchError: A target is missing, its signature changed, or the version is unsupported.
+                Nothing of this call stays installed then.
+        """
+        before = len(self.applied)
+        try:
+            for patch in patches:
+                if not any(a.patch.name == patch.name for a in self.applied):
+                    self.applied.append(_install(patch))
+        except BaseException:
+            self._undo(before)
+            raise
+
+    def close(self) -> None:
+        """Put every original back.
+
+        Raises:
+            PatchError: Somebody replaced a patched attribute after us, so that restoring it would
+                undo their change.
+        """
+        self._undo(0)
+
+    def is_installed(self, name: str) -> bool:
+        return any(a.patch.name == name for a in self.applied)
+
+    def _undo(self, down_to: int) -> None:
+        while len(self.applied) > down_to:
+            done = self.applied[-1]
+            current = inspect.getattr_static(done.owner, done.attribute, None)
+            if getattr(_inner(current), MARK, None) != done.patch.name:
+                raise PatchError(
+                    f"cannot restore {done.patch.target}: it was replaced again after patch "
+                    f"{done.patch.name!r}; close that one first"
+                )
+            if done.in_owner_dict:
+                setattr(done.owner, done.attribute, done.original)
+            else:
+                delattr(done.owner, done.attribute)
+            self.applied.pop()
+
+
+registry = Registry()
+
+
+def _inner(attribute: Any) -> Any:
+    """The function inside a static- or classmethod, or a property's getter."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return attribute.__func__
+    if isinstance(attribute, property):
+        return attribute.fget
+    return attribute
+
+
+def _install(patch: Patch) -> Applied:
+    version = importlib.metadata.version(patch.package)
+    if not SpecifierSet(patch.versions).contains(version, prereleases=True):
+        raise PatchError(
+            f"patch {patch.name!r} of {patch.target} is written for {patch.package} "
+            f"{patch.versions}, but {version} is installed"
+        )
+    owner, attribute = resolve_owner(patch)
+    missing = object()
+    original = inspect.getattr_static(owner, attribute, missing)
+    if patch.kind == "add":
+        if original is not missing:
+            raise PatchError(f"patch {patch.name!r} adds {patch.target}, but it exists already")
+        original = None
+    elif original is missing:
+        raise PatchError(f"patch {patch.name!r}: {patch.target} does not exist in {version}")
+    else:
+        have = parameter_names(_inner(original))
+        lacking = [p for p in patch.requires if have is not None and p not in have]
+        if lacking:
+            raise PatchError(
+                f"patch {patch.name!r}: the signature of {patch.target} changed: "
+                f"no parameter {', '.join(lacking)}; it has {', '.join(have or ())}"
+            )
+    replacement = patch.make(_inner(original) if original is not None else None)
+    try:
+        setattr(_inner(replacement), MARK, patch.name)
+    except (AttributeError, TypeError) as error:
+        raise PatchError(f"patch {patch.name!r}: {replacement!r} cannot be marked") from error
+    if isinstance(original, staticmethod | classmethod) and not isinstance(
+        replacement, staticmethod | classmethod
+    ):
+        replacement = type(original)(replacement)
+    in_owner_dict = attribute in vars(owner)
+    setattr(owner, attribute, replacement)
+    logger.debug("patched %s (%s): %s", patch.target, patch.name, patch.reason)
+    return Applied(patch, owner, attribute, original, in_owner_dict)
+
+
+def resolve_owner(patch: Patch) -> tuple[Any, str]:
+    """The object that holds the target, and the attribute's name in it."""
+    try:
+        owner: Any = importlib.import_module(patch.module)
+    except ModuleNotFoundError as error:
+        raise PatchError(f"patch {patch.name!r}: no module {patch.module}") from error
+    *path, attribute = patch.qualname.split(".")
+    for name in path:
+        try:
+            owner = getattr(owner, name)
+        except AttributeError as error:
+            raise PatchError(f"patch {patch.name!r}: {patch.target} does not exist") from error
+    return owner, attribute
+
+
+def parameter_names(function: Any) -> tuple[str, ...] | None:
+    """Names of a callable's parameters; None where Python cannot know (C functions)."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_source(patch: Patch, root: Path) -> str | None:
+    """Check ``patch`` against an unpacked wheel at ``root`` without importing it.
+
+    Returns:
+        What does not fit, in words, or None. Only targets of megatron-core can be checked so.
+    """
+    if patch.package != MEGATRON:
+        return None
+    base = root.joinpath(*patch.module.split("."))
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not path.is_file():
+        return f"{patch.name}: no module {patch.module}"
+    found = _find(ast.parse(path.read_text()).body, patch.qualname.split("."))
+    if patch.kind == "add":
+        return f"{patch.name}: {patch.target} exists already" if found is not None else None
+    if found is None:
+        return f"{patch.name}: {patch.target} does not exist"
+    if isinstance(found, ast.FunctionDef):
+        a = found.args
+        have = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+        lacking = [p for p in patch.requires if p not in have]
+        if lacking:
+            return (
+                f"{patch.name}: {patch.target} has no parameter {', '.join(lacking)}; "
+                f"it has {', '.join(have)}"
+            )
+    return None
+
+
+def _find(body: list[ast.stmt], path: list[str]) -> ast.AST | None:
+    """The definition, assignment or import that binds ``path`` in a module or class body."""
+    name, *rest = path
+    found: ast.AST | None = None
+    for node in body:
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            inner = list(ast.iter_child_nodes(node))
+            found = _find([n for n in inner if isinstance(n, ast.stmt)], path) or found
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            if not rest:
+                found = node
+            elif isinstance(node, ast.ClassDef):
+                found = _find(node.body, rest) or found
+        elif isinstance(node, ast.Import | ast.ImportFrom) and not rest:
+            if any((alias.asname or alias.name).split(".")[0] == name for alias in node.names):
+                found = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not rest:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                found = node
+    return found
