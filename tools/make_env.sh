@@ -38,9 +38,14 @@ fi
 rm -f "$READY"
 
 echo "Installing packages (several GB where none is cached; torch is the largest)"
-$VENV/bin/python -m pip install --quiet --disable-pip-version-check "${reinstall[@]}" \
+verbosity=()
+[ -t 1 ] || verbosity=(-qq) # progress bars are for people
+$VENV/bin/python -m pip install "${verbosity[@]}" --disable-pip-version-check "${reinstall[@]}" \
     --constraint constraints.txt --editable '.[test,report]'
-$VENV/bin/python -c 'import megatron_ft.patches, megatron.training, mpi4py.MPI'
+if ! report=$($VENV/bin/python -c 'import megatron_ft.patches, megatron.core, mpi4py.MPI' 2>&1); then
+    printf '%s\n' "$report" "The packages are installed but cannot be imported." >&2
+    exit 1
+fi
 printf '%s\n' "$fingerprint" >"$READY"
 rm -f "$UNFINISHED"
 echo "$VENV is ready"
