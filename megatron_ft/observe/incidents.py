@@ -1,0 +1,217 @@
+"""Telling events to a person: one line for a step, one for an incident and all that followed.
+
+An incident is everything between the first notice of a death and the end of its repair. The
+progress line, the summary's table and wandb's table all take their words from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from megatron_ft.observe.event_table import Event
+
+# What a repair consists of, apart from its first and last event.
+_CONSEQUENCES = ("slot_filled", "replica_dark", "stage_rebuilt", "stage_adopted", "role_changed")
+
+
+# What makes two reports of a kind, beside the epoch, reports of the same thing.
+_IDENTITY: dict[str, tuple[str, ...]] = {
+    "fault_detected": ("slot", "failed_process"),
+    "repaired": (),
+    "slot_filled": ("slot",),
+    "replica_dark": ("replica",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Incident:
+    """One repair: its events from the first `fault_detected` to `repaired`."""
+
+    events: tuple[Event, ...]
+
+    @property
+    def iteration(self) -> int:
+        return int(self.events[-1]["iteration"])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch after the repair."""
+        return int(self.events[-1]["epoch"])
+
+    @property
+    def time(self) -> float:
+        """First notice, Unix seconds."""
+        return float(self.events[0]["time"])
+
+    @property
+    def detect_s(self) -> float | None:
+        """Fault to first notice: the longest, where several died; None where nobody measured."""
+        seconds = [float(e["detect_s"]) for e in self.events if e.get("detect_s") is not None]
+        return max(seconds, default=None)
+
+    @property
+    def repair_s(self) -> float:
+        """First notice to new epoch."""
+        return float(self.events[-1]["repair_s"])
+
+    @property
+    def text(self) -> str:
+        """The incident in one line."""
+        detected = [e for e in self.events if e["kind"] == "fault_detected"]
+        followed = [e for e in self.events if e["kind"] in _CONSEQUENCES]
+        clauses = [*map(describe, detected), *_consequences(followed), describe(self.events[-1])]
+        return "; ".join(dict.fromkeys(clauses))
+
+
+class IncidentCollector:
+    """Sorts a stream of events into incidents and the rest."""
+
+    def __init__(self) -> None:
+        self._open: list[Event] = []
+
+    def add(self, event: Event) -> Incident | Event | None:
+        """Take the next event.
+
+        Returns:
+            The incident that it ends, None if it belongs to an open one, or the event itself.
+        """
+        kind = event["kind"]
+        if kind == "repaired":
+            incident = Incident((*self._open, event))
+            self._open.clear()
+            return incident
+        if kind == "fault_detected" or (self._open and kind in _CONSEQUENCES):
+            self._open.append(event)
+            return None
+        if kind == "run_started":
+            # A start of the job that died in mid-repair leaves an incident that never ends.
+            self._open.clear()
+        return event
+
+
+def incidents(events: Iterable[Event]) -> list[Incident]:
+    """All incidents, in order; each repair once, whoever reported it.
+
+    Several processes may report the same death and the same repair: events that say the same
+    about the same epoch of the same start of the job count once.
+    """
+    collector = IncidentCollector()
+    found = [collector.add(event) for event in _without_echoes(events)]
+    return [item for item in found if isinstance(item, Incident)]
+
+
+def _without_echoes(events: Iterable[Event]) -> Iterable[Event]:
+    seen: set[tuple[object, ...]] = set()
+    for event in events:
+        if event["kind"] == "run_started":
+            seen.clear()
+        elif event["kind"] in ("fault_detected", "repaired", *_CONSEQUENCES):
+            names = _IDENTITY.get(event["kind"], ("slot", "replica", "stage", "role"))
+            key = (event["kind"], event["epoch"], *map(event.get, names))
+            if event["kind"] == "fault_detected" and event["slot"] is not None:
+                key = key[:3]
+            if key in seen:
+                continue
+            seen.add(key)
+        yield event
+
+
+def describe(event: Event) -> str:
+    """One event in words, without time or iteration."""
+    e = event
+    match e["kind"]:
+        case "run_started":
+            return (
+                f"{e['num_processes']} processes serve {e['num_slots']} slots: "
+                f"{e['num_replicas']} replicas of {e['num_stages']} stages, "
+                f"{e['global_microbatches']} microbatches a step"
+            )
+        case "fault_injected":
+            return f"injecting {e['fault']} at {_place(e)}"
+        case "fault_detected":
+            where = f" in {e['point']}" if "point" in e else ""
+            return f"{_place(e)} died: {e['how']}{where}"
+        case "slot_filled":
+            return f"process {e['by_process']} fills {_place(e)}{_cost(e)}"
+        case "replica_dark":
+            return f"replica {e['replica']} dark"
+        case "stage_rebuilt":
+            return f"stage {e['stage']} rebuilt ({e['method']}){_cost(e)}"
+        case "stage_adopted":
+            return f"slot {e['by_slot']} does {_place(e)} too{_cost(e)}"
+        case "role_changed":
+            return f"{_place(e)} is now {e['role']}"
+        case "repaired":
+            return _repaired(e)
+        case "checkpoint":
+            return f"checkpoint {e['path']} in {e['seconds']:.2f} s"
+        case "eval":
+            return f"{e.get('split', 'validation')} loss {e['lm_loss']:.6f}"
+        case "run_finished":
+            reason = f": {e['message']}" if e.get("message") else ""
+            return f"finished, {e['status']}, exit code {e['exit_code']}{reason}"
+    return str(e["kind"])
+
+
+def step_line(event: Event, train_iters: int | None = None, num_replicas: int | None = None) -> str:
+    """The progress line of a `step` event."""
+    of_iters = f"/{train_iters}" if train_iters else ""
+    of_replicas = f"/{num_replicas}" if num_replicas else ""
+    norm = event["grad_norm"]
+    return (
+        f"iteration {event['iteration']:>6}{of_iters} | loss {event['lm_loss']:.6f} | "
+        f"grad norm {'-' if norm is None else format(norm, '.4f')} | "
+        f"{event['tokens_per_second']:>9,.0f} tokens/s | {event['seconds']:.3f} s | "
+        f"replicas {event['live_replicas']}{of_replicas} | epoch {event['epoch']}"
+    )
+
+
+def quota_text(quotas: Sequence[int]) -> str:
+    """`11+11+10`, or `62x131+70` where there are too many to list."""
+    live = [quota for quota in quotas if quota]
+    if len(live) <= 8:
+        return "+".join(map(str, live))
+    counts = {quota: live.count(quota) for quota in dict.fromkeys(live)}
+    return "+".join(
+        f"{count}x{quota}" if count > 1 else str(quota) for quota, count in counts.items()
+    )
+
+
+def _repaired(event: Event) -> str:
+    of_all = f" of {event['num_replicas']}" if "num_replicas" in event else ""
+    quotas = event.get("quotas")
+    share = f" with {quota_text(quotas)} microbatches" if quotas else ""
+    verb = "goes" if event["live_replicas"] == 1 else "go"
+    return f"{event['live_replicas']}{of_all} replicas {verb} on{share}; {event['repair_s']:.3f} s"
+
+
+def _consequences(events: Sequence[Event]) -> Iterable[str]:
+    """Roles are many and small; the others get a clause each."""
+    changes: dict[str, list[int]] = {}
+    for event in events:
+        if event["kind"] == "role_changed" and event.get("replica") is not None:
+            changes.setdefault(event["role"], []).append(event["replica"])
+        else:
+            yield describe(event)
+    for role, replicas in changes.items():
+        name = "replica" if len(replicas) == 1 else "replicas"
+        yield f"{name} {', '.join(map(str, replicas))} now {role}"
+
+
+def _place(event: Event) -> str:
+    slot = event.get("slot")
+    named = [f"{n} {event[n]}" for n in ("replica", "stage") if event.get(n) is not None]
+    if slot is not None:
+        return f"slot {slot}" + (f" ({', '.join(named)})" if named else "")
+    if named:
+        return ", ".join(named)
+    process = event.get("failed_process", event.get("by_process"))
+    return f"process {event['process'] if process is None else process}"
+
+
+def _cost(event: Event) -> str:
+    if "transfer_s" not in event:
+        return ""
+    mib = f"{event['transfer_bytes'] / 2**20:.1f} MiB in " if "transfer_bytes" in event else ""
+    return f" ({mib}{event['transfer_s']:.3f} s)"
