@@ -1,0 +1,1 @@
+"""Processes: MPI with fault tolerance, from the launch to the repaired world."""
