@@ -35,12 +35,14 @@ def build_summary(events: Sequence[Event]) -> Summary:
         A mapping that `rundir.write_json` accepts; fields that the run never got to are None.
     """
     by_kind: dict[str, list[Event]] = {}
+    start: Event = {}
+    end: Event = {}
     for event in events:
         by_kind.setdefault(event["kind"], []).append(event)
-    start: Event = (by_kind.get("run_started") or [{}])[-1]
-    end: Event = (by_kind.get("run_finished") or [{}])[-1]
-    if end and start and end["time"] < start["time"]:
-        end = {}  # The last start of the job did not live to report its end.
+        if event["kind"] == "run_started":
+            start, end = event, {}
+        elif event["kind"] == "run_finished":
+            end = event
     accounts = account(events)
     steps = accounts.steps
     num_microbatches = start.get("global_microbatches")

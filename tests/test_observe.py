@@ -1,0 +1,476 @@
+"""Events, their files and the summary, with writers that are really killed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from observe_child import start_fields, step_fields
+
+from megatron_ft.observe.election import elected_writer
+from megatron_ft.observe.event_table import FIELDS, KINDS, check
+from megatron_ft.observe.events import EventLog
+from megatron_ft.observe.incidents import incidents, quota_text
+from megatron_ft.observe.jsonl import decode, encode, merge_events, read_events
+from megatron_ft.observe.progress import Progress
+from megatron_ft.observe.rundir import RunDirectory, write_json
+from megatron_ft.observe.summary import build_summary, write_summary
+
+CHILD = Path(__file__).with_name("observe_child.py")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+@contextlib.contextmanager
+def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process of observe_child.py, killed at the end of the block if it lives."""
+    process = subprocess.Popen(
+        [sys.executable, CHILD, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# The run directory
+
+
+def test_all_processes_get_one_wandb_id(tmp_path: Path) -> None:
+    def ask(number: int) -> str:
+        return RunDirectory(tmp_path / "run").wandb_id()
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        ids = set(pool.map(ask, range(200)))
+    assert len(ids) == 1
+    assert RunDirectory(tmp_path / "run").wandb_id("from-a-checkpoint") in ids
+    assert RunDirectory(tmp_path / "other").wandb_id("from-a-checkpoint") == "from-a-checkpoint"
+    assert not list((tmp_path / "run").glob(".*")), "temporary files are left"
+
+
+def test_wandb_id_of_a_checkpoint_is_checked(run_dir: RunDirectory) -> None:
+    with pytest.raises(ValueError, match="not a wandb run id"):
+        run_dir.wandb_id("a/b")
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match="not a directory"):
+        RunDirectory(tmp_path / "run")
+
+
+def test_exit_status_is_of_the_last_start(run_dir: RunDirectory) -> None:
+    assert run_dir.read_exit_status() is None
+    run_dir.write_exit_status(75, "no replica is whole; start with --ft-checkfree")
+    status = run_dir.read_exit_status()
+    assert status is not None
+    assert (status.code, status.message[:10]) == (75, "no replica")
+    run_dir.clear_exit_status()
+    run_dir.clear_exit_status()
+    assert run_dir.read_exit_status() is None
+
+
+def test_a_killed_writer_leaves_the_old_or_the_new_summary(run_dir: RunDirectory) -> None:
+    write_json(run_dir.summary, {"numbers": []})
+    for delay in (0.0, 0.003, 0.011, 0.027):
+        with child("summary", run_dir.path) as process:
+            assert line_of(process) == "ready"
+            time.sleep(delay)
+            process.kill()
+            process.wait(30)
+        numbers = json.loads(run_dir.summary.read_text())["numbers"]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) % 5000 == 0
+
+
+# Writing and reading events
+
+
+def emit_steps(log: EventLog, *iterations: int, **changes: Any) -> None:
+    for iteration in iterations:
+        log.emit("step", iteration=iteration, epoch=0, **step_fields(**changes))
+
+
+@pytest.mark.parametrize("elected", ["elected", "other"])
+def test_kill_inside_a_write(run_dir: RunDirectory, elected: str) -> None:
+    """The half line is no event and no error; the next writer goes on in the same file."""
+    file = run_dir.events if elected == "elected" else run_dir.part(1)
+    with child("huge", run_dir.path, elected) as process:
+        assert line_of(process) == "ready"
+        before = file.stat().st_size
+        deadline = time.monotonic() + 60
+        while file.stat().st_size == before and time.monotonic() < deadline:
+            pass
+        process.kill()
+        process.wait(30)
+        assert line_of(process) == "", "the kill came after the write"
+    size = file.stat().st_size
+    assert before < size < 256 << 20, "the write was whole"
+
+    read = read_events(run_dir)
+    assert [event["kind"] for event in read.events] == ["run_started"]
+    assert [torn.file for torn in read.torn] == [file.name]
+
+    # Enough of the half line to show what it is; 100 MiB of filler would only slow the test.
+    os.truncate(file, before + 1000)
+    follower = EventLog(run_dir, 1, elected=elected == "elected")
+    emit_steps(follower, 1, 2)
+    for _ in range(2):
+        read = follower.merge()
+        assert [event["iteration"] for event in read.events] == [0, 1, 2]
+        assert [torn.file for torn in read.torn] == [file.name]
+        assert len(run_dir.events.read_bytes().splitlines()) == 3
+    assert json.loads(run_dir.torn.read_text())["text"].startswith('{"id"')
+
+
+@pytest.mark.parametrize("elected", ["elected", "other"])
+def test_what_was_emitted_outlives_the_writer(run_dir: RunDirectory, elected: str) -> None:
+    with child("many", run_dir.path, elected, 5) as process:
+        while int(said := line_of(process)) < 200:
+            pass
+        process.kill()
+        process.wait(30)
+    iterations = [event["iteration"] for event in read_events(run_dir).events]
+    assert iterations == list(range(1, len(iterations) + 1))
+    assert len(iterations) >= int(said)
+
+
+def test_a_durable_event_outlives_a_process_that_kills_itself(run_dir: RunDirectory) -> None:
+    with child("durable", run_dir.path) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    (event,) = read_events(run_dir).events
+    assert (event["kind"], event["process"], event["fault"]) == (
+        "fault_injected",
+        3,
+        "kill@4:slot=3",
+    )
+    assert run_dir.part(3).exists()
+
+
+def test_two_writers_of_one_file_do_not_mix_lines(run_dir: RunDirectory) -> None:
+    """As when a stopped writer is continued while its successor writes."""
+    with (
+        child("many", run_dir.path, "elected", 1) as one,
+        child("many", run_dir.path, "elected", 2) as two,
+    ):
+        for process in (one, two):
+            while int(line_of(process)) < 300:
+                pass
+        for process in (one, two):
+            process.kill()
+            process.wait(30)
+    read = read_events(run_dir)
+    assert not read.torn
+    for number in (1, 2):
+        own = [e["iteration"] for e in read.events if e["process"] == number]
+        assert own == list(range(1, len(own) + 1))
+
+
+def test_merge_orders_by_time_and_changes_nothing_the_second_time(run_dir: RunDirectory) -> None:
+    clock = itertools.count(1000)
+    logs = [
+        EventLog(run_dir, n, elected=n == 2, clock=lambda: float(next(clock))) for n in range(4)
+    ]
+    for iteration in range(1, 9):
+        emit_steps(logs[iteration % 4], iteration)
+    assert [e["iteration"] for e in read_events(run_dir).events] == list(range(1, 9))
+    logs[2].merge()
+    first = run_dir.events.read_bytes()
+    assert [json.loads(line)["iteration"] for line in first.splitlines()] == list(range(1, 9))
+    emit_steps(logs[2], 9)
+    emit_steps(logs[0], 10)
+    logs[2].merge()
+    second = run_dir.events.read_bytes()
+    assert second.startswith(first)
+    assert [json.loads(line)["iteration"] for line in second.splitlines()] == list(range(1, 11))
+    assert merge_events(run_dir).events == read_events(run_dir).events
+    assert run_dir.events.read_bytes() == second
+
+
+def test_a_merge_killed_at_any_moment_loses_nothing(run_dir: RunDirectory) -> None:
+    for number in range(3):
+        emit_steps(EventLog(run_dir, number, elected=number == 0), *range(number * 100, 200))
+    expected = {event["id"] for event in read_events(run_dir).events}
+    for delay in (0.0, 0.002, 0.005, 0.017):
+        with child("merge", run_dir.path) as process:
+            assert line_of(process) == "ready"
+            time.sleep(delay)
+            process.kill()
+            process.wait(30)
+        ids = [event["id"] for event in read_events(run_dir).events]
+        assert set(ids) == expected
+        assert len(ids) == len(expected)
+
+
+def test_the_clock_going_back_keeps_a_writers_order(run_dir: RunDirectory) -> None:
+    times = iter([50.0, 40.0, 60.0])
+    emit_steps(EventLog(run_dir, 0, clock=lambda: next(times)), 1, 2, 3)
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2, 3]
+
+
+def test_a_restarted_job_appends(run_dir: RunDirectory) -> None:
+    for job in ("0", "1"):
+        log = EventLog(run_dir, 0, elected=True, job=job)
+        log.emit("run_started", iteration=0, epoch=0, **start_fields())
+        log.emit("step", iteration=1, epoch=0, agreed="step-1", **step_fields())
+        log.close()
+    assert [e["kind"] for e in read_events(run_dir).events] == ["run_started", "step"] * 2
+
+
+def test_events_fall_back_to_the_part_file(run_dir: RunDirectory) -> None:
+    run_dir.events.mkdir()
+    log = EventLog(run_dir, 7, elected=True)
+    emit_steps(log, 1)
+    run_dir.events.rmdir()
+    emit_steps(log, 2)
+    assert json.loads(run_dir.part(7).read_text())["iteration"] == 1
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2]
+
+
+# Changing the writer
+
+
+def test_a_successor_writes_what_the_writer_died_before_writing(run_dir: RunDirectory) -> None:
+    """All processes report step 1 to 3; the writer got as far as step 2."""
+    writer, successor, third = (EventLog(run_dir, n, elected=n == 0) for n in range(3))
+    seen: list[int] = []
+    successor.add_listener(lambda event: seen.append(event["iteration"]))
+    for iteration in (1, 2, 3):
+        for log in (writer, successor, third):
+            if log is writer and iteration == 3:
+                continue
+            fields = step_fields()
+            log.emit("step", iteration=iteration, epoch=0, agreed=f"step-{iteration}", **fields)
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2]
+    successor.elect()
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2, 3]
+    assert seen == [3]
+    # The successor dies in its turn, with nothing left to make up for.
+    third.elect()
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2, 3]
+    assert not run_dir.part(1).exists()
+    third.emit("step", iteration=4, epoch=0, agreed="step-4", **step_fields())
+    assert [e["process"] for e in read_events(run_dir).events] == [0, 0, 1, 2]
+
+
+def test_the_writer_serves_the_highest_live_slot() -> None:
+    assert elected_writer({0: 4, 1: 5, 2: 6, 3: 7}) == 7
+    assert elected_writer({0: 4, 1: 5, 2: 6, 3: None}) == 6
+    with pytest.raises(ValueError, match="no slot"):
+        elected_writer({0: None})
+
+
+# The table and numbers
+
+
+def test_the_table_names_only_fields_it_types() -> None:
+    for kind in KINDS.values():
+        assert set(kind.required + kind.optional) <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("stepp", {}, "unknown event kind 'stepp'; there are run_started, step"),
+        ("replica_dark", {}, "needs replica"),
+        ("replica_dark", {"replica": 1, "colour": 2}, "no field colour; it has replica, slots"),
+        ("replica_dark", {"replica": "1"}, "replica must be int"),
+        ("replica_dark", {"replica": True}, "replica must be int"),
+        ("replica_dark", {"replica": 1, "slots": [1, 2.5]}, "slots must be ints"),
+        ("run_finished", {"status": "fine", "exit_code": 0}, "none of ok, degraded, stopped"),
+    ],
+)
+def test_wrong_events_are_refused(kind: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(kind, fields)
+
+
+@given(st.floats(width=64))
+def test_every_float_comes_back_exactly(value: float) -> None:
+    fields = check("step", step_fields(lm_loss=value, detail={"nested": [value]}))
+    event = {"id": "a.0", "time": 1.0, "iteration": 1, "epoch": 0, "kind": "step", "process": 0}
+    line = encode({**event, **fields})
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    decoded = decode(line)
+    assert decoded is not None
+    assert decoded["lm_loss"] == value or (math.isnan(value) and math.isnan(decoded["lm_loss"]))
+
+
+def test_numbers_of_numpy_are_numbers(run_dir: RunDirectory) -> None:
+    log = EventLog(run_dir, 0, elected=True)
+    fields = step_fields(
+        lm_loss=numpy.float32(0.1), microbatches=numpy.int64(4), quotas=(numpy.int32(2), 2)
+    )
+    log.emit("step", iteration=1, epoch=0, **fields)
+    (event,) = log.read()
+    assert event["lm_loss"] == float(numpy.float32(0.1))
+    assert (event["microbatches"], event["quotas"]) == (4, [2, 2])
+
+
+# Incidents, progress and summary
+
+
+def a_run_with_a_death(run_dir: RunDirectory) -> EventLog:
+    """Steps of one second; slot 5 dies in the middle of step 4, which takes 1.5 s more."""
+    now = [100.0]
+    log = EventLog(run_dir, 11, elected=True, clock=lambda: now[0])
+    started = start_fields(
+        num_processes=12,
+        num_slots=12,
+        num_replicas=4,
+        num_stages=3,
+        global_microbatches=32,
+        faults=["kill@4:slot=5:point=reduce", "kill@99:slot=1"],
+    )
+    log.emit("run_started", iteration=0, epoch=0, **started)
+    usual = step_fields(microbatches=32, live_replicas=4, live_processes=12, quotas=[8] * 4)
+    for iteration in range(1, 7):
+        fields = usual
+        if iteration == 4:
+            now[0] += 0.5
+            log.emit(
+                "fault_injected",
+                iteration=4,
+                epoch=0,
+                fault="kill@4:slot=5:point=reduce",
+                fault_kind="kill",
+                point="reduce",
+                slot=5,
+            )
+            now[0] += 0.25
+            detected = {"slot": 5, "replica": 2, "stage": 1, "how": "SIGKILL", "point": "reduce"}
+            for _ in range(2):  # Two processes noticed.
+                log.emit("fault_detected", iteration=4, epoch=0, detect_s=0.25, **detected)
+            log.emit("replica_dark", iteration=4, epoch=1, replica=2, slots=[3, 4, 5])
+            now[0] += 0.021
+            repaired = {"live_replicas": 3, "live_processes": 11, "num_replicas": 4}
+            log.emit(
+                "repaired", iteration=4, epoch=1, repair_s=0.021, quotas=[11, 11, 0, 10], **repaired
+            )
+            now[0] += 1.5 - 0.271
+        if iteration >= 4:
+            fields = {**usual, "live_replicas": 3, "quotas": [11, 11, 0, 10]}
+        seconds = 2.0 if iteration == 4 else 1.0
+        now[0] = now[0] if iteration == 4 else now[0] + 1.0
+        log.emit("step", iteration=iteration, epoch=0, **{**fields, "seconds": seconds})
+    log.emit("eval", iteration=6, epoch=1, lm_loss=5.25)
+    log.emit("eval", iteration=6, epoch=1, lm_loss=9.0, split="test")
+    return log
+
+
+INCIDENT = (
+    "slot 5 (replica 2, stage 1) died: SIGKILL in reduce; replica 2 dark; "
+    "3 of 4 replicas go on with 11+11+10 microbatches; 0.021 s"
+)
+
+
+def test_an_incident_is_one_readable_line(run_dir: RunDirectory) -> None:
+    (incident,) = incidents(a_run_with_a_death(run_dir).read())
+    assert incident.text == INCIDENT
+    assert (incident.iteration, incident.epoch) == (4, 1)
+    assert (incident.detect_s, incident.repair_s) == (0.25, 0.021)
+
+
+def test_many_quotas_are_counted() -> None:
+    assert quota_text([131] * 62 + [70]) == "62x131+70"
+    assert quota_text([11, 0, 10]) == "11+10"
+
+
+def test_progress_is_plain_text_in_a_file(run_dir: RunDirectory) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for event in a_run_with_a_death(run_dir).read():
+        progress(event)
+    lines = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue()
+    assert sum("loss 5.500000" in line and "tokens/s" in line for line in lines) == 6
+    assert sum("replicas 3/4" in line for line in lines) == 3
+    assert f"iteration      4 | epoch 1 | {INCIDENT}" in lines
+    assert not any("replica 2 dark" in line for line in lines if "died" not in line)
+
+
+def test_summary_of_a_run_with_a_death(run_dir: RunDirectory) -> None:
+    log = a_run_with_a_death(run_dir)
+    summary = write_summary(run_dir)
+    assert json.loads(run_dir.summary.read_text()) == summary
+    assert summary["status"] == "stopped", "nobody reported an end"
+    assert (summary["iterations"], summary["missing_steps"]) == (6, [])
+    assert (summary["final_lm_loss"], summary["validation_lm_loss"]) == (5.5, 5.25)
+    assert summary["tokens"] == 6 * 32 * 2 * 8
+    assert summary["steps_with_wrong_microbatches"] == 0
+    assert (summary["faults_injected"], summary["faults_fired"]) == (2, 1)
+    assert summary["faults_unfired"] == ["kill@99:slot=1"]
+    assert (summary["repairs"], summary["detect_s"], summary["repair_s"]) == (1, [0.25], [0.021])
+    # From the kill to the commit 1.5 s, of which one step would have taken 1 s anyway.
+    assert summary["downtime_s"] == [pytest.approx(0.5)]
+    assert summary["wall_s"] == pytest.approx(7.0)
+    assert summary["goodput"] == pytest.approx(6 / 7)
+    assert summary["effective_tokens_per_second_per_process"] == pytest.approx(3072 / 7 / 12)
+
+    log.emit("run_finished", iteration=6, epoch=1, status="degraded", exit_code=0)
+    assert write_summary(run_dir)["status"] == "degraded"
+    log.emit("run_started", iteration=6, epoch=0, **start_fields())
+    assert write_summary(run_dir)["status"] == "stopped", "the second start has not ended"
+
+
+def test_summary_counts_an_iteration_that_was_done_again_once(run_dir: RunDirectory) -> None:
+    log = EventLog(run_dir, 0, elected=True)
+    log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    emit_steps(log, 1, 2, 3)
+    log.emit("run_started", iteration=2, epoch=0, **start_fields())
+    emit_steps(log, 3, 5, lm_loss=4.5, microbatches=3)
+    summary = write_summary(run_dir)
+    assert (summary["starts"], summary["steps_redone"]) == (2, 1)
+    assert summary["missing_steps"] == [4]
+    assert summary["tokens"] == 4 * 4 * 2 * 8
+    assert summary["steps_with_wrong_microbatches"] == 2
+
+
+def test_summary_of_nothing_and_of_nan(run_dir: RunDirectory) -> None:
+    assert build_summary([])["status"] == "stopped"
+    emit_steps(EventLog(run_dir, 0, elected=True), 1, lm_loss=math.nan)
+    assert write_summary(run_dir)["final_lm_loss"] == "NaN"
+
+
+def test_summary_command(run_dir: RunDirectory) -> None:
+    a_run_with_a_death(run_dir)
+    command = [sys.executable, "-m", "megatron_ft.observe.summary"]
+    done = subprocess.run([*command, run_dir.path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "goodput" in done.stdout
+    assert INCIDENT in " ".join(done.stdout.split())
+    assert run_dir.summary.exists()
+    done = subprocess.run(
+        [*command, run_dir.path / "nothing"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "is it a run directory?" in done.stderr
