@@ -1,0 +1,69 @@
+"""What a rank and its launcher tell each other through the environment.
+
+mpirun cannot give each rank its own variables, so a rank derives torchrun's from Open MPI's.
+The other way, mpirun's exit code says whether any process died, which a job that survives deaths
+does not mean by "failed": so the job writes its own exit code to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+STATUS_FILE = "MEGATRON_FT_STATUS_FILE"
+"""Path of the file through which the job tells the launcher its exit code."""
+LAUNCHED = "MEGATRON_FT_LAUNCHED"
+"""Set by the launcher: mpirun has every flag that fault tolerance needs."""
+PRRTE_VERSION = "MEGATRON_FT_PRRTE_VERSION"
+"""Set by the launcher: the version of the runtime below mpirun."""
+
+FROM_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def rank_environment(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torchrun would set, from Open MPI's variables. Call before torch is imported.
+
+    RANK and WORLD_SIZE are those of the process in its own MPI world as it was started. A process
+    that takes over a slot later gets its slot's number from the runtime, not from here.
+    """
+    if FROM_OPEN_MPI["RANK"] in environ:
+        for name, source in FROM_OPEN_MPI.items():
+            environ[name] = environ[source]
+        if int(environ["LOCAL_WORLD_SIZE"]) > 1:
+            environ.setdefault("OMP_NUM_THREADS", "1")
+    else:
+        # Not under mpirun: what another launcher has set stays, for preflight to find.
+        for name, value in ONE_PROCESS.items():
+            environ.setdefault(name, value)
+    environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    environ.setdefault("MASTER_PORT", "29500")
+
+
+def write_exit_code(code: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell the launcher how the job ended; the last word counts. One elected process calls this.
+
+    Does nothing in a process that was not started by the launcher.
+    """
+    if STATUS_FILE not in environ:
+        return
+    path = Path(environ[STATUS_FILE])
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps({"exit_code": code}))
+    part.replace(path)
+
+
+def read_exit_code(path: Path) -> int | None:
+    """The exit code that the job wrote, or None when it wrote none."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    return int(json.loads(text)["exit_code"])
