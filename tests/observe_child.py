@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.observe.events import EventLog
@@ -120,7 +121,10 @@ def wandb_writer(run_dir: RunDirectory, process: str, first: str, last: str, end
     for iteration in range(int(first), int(last) + 1):
         log.emit("step", iteration=iteration, epoch=0, **step_fields(lm_loss=1 / iteration))
         megatron.log({"learning-rate": iteration * 1e-3}, iteration)
-        time.sleep(0.01)
+        if end == "kill" and iteration == int(last) - 10:
+            (file,) = Path(wandb_log.run.dir).parent.glob("*.wandb")
+            while file.stat().st_size < 1000:  # wandb has flushed something, but not the end
+                time.sleep(0.05)
     say(wandb_log.run.id)
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -133,8 +137,29 @@ def wandb_writer(run_dir: RunDirectory, process: str, first: str, last: str, end
     say(f"closed in {time.monotonic() - started:.1f} s")
 
 
+def wandb_in_trouble(run_dir: RunDirectory, directory: str) -> None:
+    """All calls that Megatron and the runtime make, with a run that cannot be opened."""
+    from megatron_ft.observe.wandb_log import WandbLog, WandbSettings
+    from megatron_ft.observe.wandb_megatron import MegatronWriter
+
+    log = EventLog(run_dir, 0, elected=True)
+    settings = WandbSettings("project", "name", directory=Path(directory))
+    wandb_log = WandbLog(run_dir, settings, history=log.read, process=0)
+    log.add_listener(wandb_log)
+    wandb_log.start()
+    writer = MegatronWriter(wandb_log)
+    writer.config.update({"slurm_job_name": "none"})
+    log.emit("replica_dark", iteration=1, epoch=0, replica=2)
+    writer.log({"loss": 1.0}, 1)
+    artifact = writer.Artifact("name", type="model")
+    writer.run.log_artifact(artifact, aliases=["latest"])
+    say(bool(writer))
+    wandb_log.close(exit_code=1)
+
+
 ACTIONS = {
-    function.__name__: function for function in (huge, many, merge, summary, durable, wandb_writer)
+    function.__name__: function
+    for function in (huge, many, merge, summary, durable, wandb_writer, wandb_in_trouble)
 }
 
 if __name__ == "__main__":
