@@ -69,6 +69,19 @@ def test_rule_1_does_not_give_a_slot_to_a_process_that_is_building() -> None:
     assert result.assignment.pool == (4, 6, 7, 8)
 
 
+def test_rule_1_copies_from_a_process_that_keeps_serving() -> None:
+    assignment = Assignment(0, (1, 2, 3, 4, 5, 6, 7, 8), (0, 9))
+    holds = {0: frozenset({Shard(0, 1)})}
+    capabilities = Capabilities(ready=frozenset({9}), holds=holds)
+    result = plan(TWO_BY_FOUR, assignment, frozenset({6}), Strategies(), capabilities)
+    assert result.actions == (Fill(slot=5, process=9, source_process=2, source_slot=1),)
+
+
+def test_rule_1_mends_a_process_that_lost_its_state_in_place() -> None:
+    result = fail(TWO_BY_FOUR, 9, set(), {5: frozenset()})
+    assert result.actions == (Fill(slot=5, process=5, source_process=1, source_slot=1),)
+
+
 def test_rule_2_rebuilds_a_stage_that_is_held_nowhere() -> None:
     result = fail(ONE_BY_FOUR, 5, {1}, checkfree=True)
     assert result.actions == (Rebuild(slot=1, process=4, from_slots=(0, 2)),)
@@ -175,6 +188,31 @@ def test_rule_3_gives_back_when_the_pool_has_a_process() -> None:
         Fill(slot=5, process=8, source_process=1, source_slot=1),
     )
     assert result.assignment == Assignment(2, (0, 1, 2, 3, 4, 8, 6, 7))
+
+
+def test_the_pool_goes_to_vacancies_before_adopted_slots() -> None:
+    before = fail(TWO_BY_FOUR, 8, {1}, mecefo=True).assignment.joined([8])
+    ready = Capabilities(ready=frozenset({8}))
+    result = plan(TWO_BY_FOUR, before, frozenset({6}), Strategies(mecefo=True), ready)
+    assert result.actions == (Fill(slot=6, process=8, source_process=2, source_slot=2),)
+    assert result.assignment.adopted == (1,)
+
+
+def test_the_pool_goes_to_the_replica_that_becomes_exact() -> None:
+    # Replica 0 misses stages 1 and 3, replica 1 only stage 1.
+    result = fail(THREE_BY_FOUR, 13, {1, 3, 5}, mecefo=True)
+    assert result.assignment.adopted == (1, 3)
+    assert result.assignment.process_of[5] == 12
+
+
+def test_the_dark_replica_that_lost_least_comes_back_first() -> None:
+    on = Strategies(recover=True, mecefo=True)
+    dead = frozenset({4, 5, 6, 7})
+    before = fail(THREE_BY_FOUR, 12, set(dead), recover=True, mecefo=True).assignment
+    assert before.dark_replicas(THREE_BY_FOUR) == (1,)
+    result = plan(THREE_BY_FOUR, before, frozenset({8, 9}), on, Capabilities())
+    assert result.assignment.dark_replicas(THREE_BY_FOUR) == (1,)
+    assert set(result.assignment.adopted) < set(THREE_BY_FOUR.replica(2))
 
 
 def test_rule_3_gives_way_to_rule_4_where_no_neighbour_is_free() -> None:
@@ -494,7 +532,7 @@ def test_random_failure_sequences(world: World, data: st.DataObject) -> None:
         )
         if data.draw(st.integers(0, 4)) == 0:
             lost = data.draw(st.sampled_from(world.topology.shards))
-            for process in processes:
+            for process in data.draw(st.sampled_from([processes, processes[:1], processes[1:]])):
                 world.holds[process] -= {lost}
         unable = data.draw(st.booleans())
         capabilities = Capabilities(
@@ -548,6 +586,8 @@ def test_a_column_is_solved_as_by_trying_everything(
         )
         if stage and not kept and sites[stage - 1].kept and data.draw(st.booleans()):
             sites[stage] = Site(adopter="lower")
+        elif kept and stage and sites[stage - 1].hard and data.draw(st.booleans()):
+            sites[stage - 1] = Site(adopter="upper")
 
     def works(labels: tuple[str, ...]) -> bool:
         served = [0] * length
@@ -618,3 +658,11 @@ def test_processes_that_cannot_adopt_do_not_get_seats_that_must() -> None:
     seats = [Seat(0, (Shard(0, 0),)), Seat(1, (Shard(0, 1), Shard(0, 2)))]
     holds = {5: frozenset({Shard(0, 0)})}
     assert seat_processes(seats, [4, 5], holds, frozenset({4}), {}) == {0: 4, 1: 5}
+
+
+def test_a_process_stays_where_it_served() -> None:
+    seats = [Seat(0, (Shard(0, 0),)), Seat(1, (Shard(0, 0),))]
+    holds = {5: frozenset({Shard(0, 0)}), 6: frozenset({Shard(0, 0)})}
+    assert seat_processes(seats, [5, 6], holds, frozenset(), {5: 1}) == {0: 6, 1: 5}
+    assert seat_processes(seats, [5, 6], holds, frozenset(), {5: 0}) == {0: 5, 1: 6}
+    assert seat_processes(seats, [5, 6], holds, frozenset(), {6: 0}) == {0: 6, 1: 5}
