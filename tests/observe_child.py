@@ -118,7 +118,11 @@ def wandb_writer(run_dir: RunDirectory, process: str, first: str, last: str, end
     assert megatron
     if first == "1":
         log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    # The run is not open yet: this is in its history as well as in its queue.
+    log.emit("replica_dark", iteration=int(first), epoch=0, replica=int(process))
     for iteration in range(int(first), int(last) + 1):
+        if iteration == int(last) - 4:
+            assert wandb_log.run.id
         log.emit("step", iteration=iteration, epoch=0, **step_fields(lm_loss=1 / iteration))
         megatron.log({"learning-rate": iteration * 1e-3}, iteration)
         if end == "kill" and iteration == int(last) - 10:

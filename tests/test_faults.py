@@ -18,7 +18,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_ft.faults.deeds import DEEDS
+from megatron_ft.faults.deeds import DEEDS, InjectedFault
 from megatron_ft.faults.injector import Injector
 from megatron_ft.faults.plan import FaultPlan, load, plan_from_flags
 from megatron_ft.faults.rates import RateSchedule, parse_rate
@@ -367,6 +367,13 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while state(pid) != "T":
+        assert time.monotonic() < deadline, "it does not stop"
+        time.sleep(0.005)
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -387,9 +394,8 @@ def test_deaths(kind: str, code: int, tmp_path: Path) -> None:
 
 def test_stop_stops_every_thread(tmp_path: Path) -> None:
     with child(tmp_path, "stop@2:slot=3", "--slot", 3) as process:
-        wait_for_fault(tmp_path)
-        time.sleep(0.2)
-        assert state(process.pid) == "T"
+        wait_until_stopped(process.pid)
+        assert len(injected(tmp_path)) == 1
         assert beats(tmp_path, 0.5) <= 1
         assert process.poll() is None
 
@@ -402,12 +408,10 @@ def test_stop_with_cont_goes_on_after_that_time(tmp_path: Path) -> None:
 
 def test_the_helper_of_stop_leaves_with_its_deed_done(tmp_path: Path) -> None:
     with child(tmp_path, "stop@2:slot=3:cont=0.5", "--slot", 3) as process:
-        wait_for_fault(tmp_path)
+        wait_until_stopped(process.pid)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + 30
-        while state(process.pid) != "T":
-            assert time.monotonic() < deadline
         (helper,) = children.read_text().split()
+        assert os.getsid(int(helper)) != os.getsid(process.pid), "killed with the process's group"
         assert process.wait(30) == 0
         assert not Path(f"/proc/{helper}").exists()
 
@@ -415,7 +419,7 @@ def test_the_helper_of_stop_leaves_with_its_deed_done(tmp_path: Path) -> None:
 def test_a_fenced_process_is_not_waited_for(tmp_path: Path) -> None:
     """Killed while stopped: it is gone at once, and its output is at its end."""
     with child(tmp_path, "stop@2:slot=3:cont=20", "--slot", 3) as process:
-        wait_for_fault(tmp_path)
+        wait_until_stopped(process.pid)
         process.kill()
         out, _ = process.communicate(timeout=5)
         assert (process.returncode, out) == (-signal.SIGKILL, "step 1\n")
@@ -465,6 +469,14 @@ def test_a_pool_process_fails_at_its_next_look(tmp_path: Path) -> None:
     code, lines, _ = finished(tmp_path, "kill@2:process=6:point=pool", "--process", 6)
     assert (code, lines) == (-signal.SIGKILL, ["step 1"])
     assert injected(tmp_path)[0]["slot"] is None
+
+
+def test_a_pool_process_may_miss_the_iteration_itself(tmp_path: Path) -> None:
+    injector = make_injector(tmp_path, plan_from_flags(["exception@3:process=0:point=pool"]))
+    injector.reach("pool", 2)
+    with pytest.raises(InjectedFault):
+        injector.reach("pool", 5)
+    injector.reach("pool", 5)
 
 
 def test_only_the_named_slot_fails(tmp_path: Path) -> None:

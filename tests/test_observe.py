@@ -136,12 +136,12 @@ def test_kill_inside_a_write(run_dir: RunDirectory, elected: str) -> None:
     size = file.stat().st_size
     assert before < size < 256 << 20, "the write was whole"
 
+    # Enough of the half line to show what it is; 100 MiB of filler would only slow the test.
+    os.truncate(file, before + 1000)
     read = read_events(run_dir)
     assert [event["kind"] for event in read.events] == ["run_started"]
     assert [torn.file for torn in read.torn] == [file.name]
 
-    # Enough of the half line to show what it is; 100 MiB of filler would only slow the test.
-    os.truncate(file, before + 1000)
     follower = EventLog(run_dir, 1, elected=elected == "elected")
     emit_steps(follower, 1, 2)
     for _ in range(2):
@@ -339,10 +339,17 @@ def test_numbers_of_numpy_are_numbers(run_dir: RunDirectory) -> None:
 # Incidents, progress and summary
 
 
-def a_run_with_a_death(run_dir: RunDirectory) -> EventLog:
-    """Steps of one second; slot 5 dies in the middle of step 4, which takes 1.5 s more."""
+def a_run_with_a_death(
+    run_dir: RunDirectory, *, injected: bool = True, measured: bool = True
+) -> EventLog:
+    """Steps of one second; slot 5 dies in the middle of step 4, whose commit comes 1.5 s later.
+
+    Two processes report death and repair. When it died is known because it was `injected`, or
+    because the time to the notice was `measured`.
+    """
     now = [100.0]
     log = EventLog(run_dir, 11, elected=True, clock=lambda: now[0])
+    other = EventLog(run_dir, 1, clock=lambda: now[0])
     started = start_fields(
         num_processes=12,
         num_slots=12,
@@ -357,25 +364,28 @@ def a_run_with_a_death(run_dir: RunDirectory) -> EventLog:
         fields = usual
         if iteration == 4:
             now[0] += 0.5
-            log.emit(
-                "fault_injected",
-                iteration=4,
-                epoch=0,
-                fault="kill@4:slot=5:point=reduce",
-                fault_kind="kill",
-                point="reduce",
-                slot=5,
-            )
+            fault = {"fault": "kill@4:slot=5:point=reduce", "fault_kind": "kill"}
+            if injected:
+                log.emit("fault_injected", iteration=4, epoch=0, point="reduce", slot=5, **fault)
             now[0] += 0.25
-            detected = {"slot": 5, "replica": 2, "stage": 1, "how": "SIGKILL", "point": "reduce"}
-            for _ in range(2):  # Two processes noticed.
-                log.emit("fault_detected", iteration=4, epoch=0, detect_s=0.25, **detected)
+            detected: dict[str, Any] = {
+                "slot": 5,
+                "replica": 2,
+                "stage": 1,
+                "how": "SIGKILL",
+                "point": "reduce",
+            }
+            if measured:
+                detected["detect_s"] = 0.25
+            log.emit("fault_detected", iteration=4, epoch=0, **detected)
             log.emit("replica_dark", iteration=4, epoch=1, replica=2, slots=[3, 4, 5])
             now[0] += 0.021
             repaired = {"live_replicas": 3, "live_processes": 11, "num_replicas": 4}
-            log.emit(
-                "repaired", iteration=4, epoch=1, repair_s=0.021, quotas=[11, 11, 0, 10], **repaired
-            )
+            for reporter in (log, other):
+                quotas = [11, 11, 0, 10]
+                where = {"iteration": 4, "epoch": 1}
+                reporter.emit("repaired", repair_s=0.021, quotas=quotas, **repaired, **where)
+            other.emit("fault_detected", iteration=4, epoch=0, **detected)
             now[0] += 1.5 - 0.271
         if iteration >= 4:
             fields = {**usual, "live_replicas": 3, "quotas": [11, 11, 0, 10]}
@@ -409,7 +419,8 @@ def test_progress_is_plain_text_in_a_file(run_dir: RunDirectory) -> None:
     stream = io.StringIO()
     progress = Progress(stream)
     for event in a_run_with_a_death(run_dir).read():
-        progress(event)
+        if event["process"] == 11:  # A listener hears the writer's own events only.
+            progress(event)
     lines = stream.getvalue().splitlines()
     assert "\x1b" not in stream.getvalue()
     assert sum("loss 5.500000" in line and "tokens/s" in line for line in lines) == 6
@@ -440,6 +451,14 @@ def test_summary_of_a_run_with_a_death(run_dir: RunDirectory) -> None:
     assert write_summary(run_dir)["status"] == "degraded"
     log.emit("run_started", iteration=6, epoch=0, **start_fields())
     assert write_summary(run_dir)["status"] == "stopped", "the second start has not ended"
+
+
+@pytest.mark.parametrize("known", ["injected", "measured"])
+def test_downtime_begins_with_the_fault_not_with_its_notice(
+    run_dir: RunDirectory, known: str
+) -> None:
+    a_run_with_a_death(run_dir, injected=known == "injected", measured=known == "measured")
+    assert write_summary(run_dir)["downtime_s"] == [pytest.approx(0.5)]
 
 
 def test_summary_counts_an_iteration_that_was_done_again_once(run_dir: RunDirectory) -> None:

@@ -97,6 +97,8 @@ def test_two_writers_one_run(two_writers: Path) -> None:
 
     rows = history(files[1])
     assert any(row.get("ft/count/repaired") == 1 and row["ft/repair_s"] == 0.02 for row in rows)
+    dark = {row["ft/count/replica_dark"] for row in rows if "ft/count/replica_dark" in row}
+    assert dark == {1, 2}, "each writer's event counts once"
     assert any(row.get("ft/incidents.nrows") == 1 for row in rows)
     summary = json.loads((two_writers / "summary.json").read_text())
     final = {}
@@ -119,6 +121,11 @@ def test_megatrons_numbers_are_in_the_same_rows(two_writers: Path) -> None:
         row["iteration"]: row["learning-rate"] for row in history(file) if "learning-rate" in row
     }
     assert rates == {iteration: iteration * 1e-3 for iteration in range(151, 171)}
+    # While the run is open, Megatron's numbers join the row of their step.
+    together = [
+        r["iteration"] for r in history(file) if {"learning-rate", "train/lm_loss"} <= r.keys()
+    ]
+    assert together == list(range(166, 171))
 
 
 def test_wandb_itself_finds_both_folders(two_writers: Path) -> None:
