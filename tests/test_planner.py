@@ -479,7 +479,12 @@ def execute(world: World, result: RecoveryPlan, held: frozenset[Shard]) -> None:
     for slot in after.live_slots:
         process = after.process_of[slot]
         assert process is not None and topology.shard_of(slot) in holds[process]
-    if not after.adopted and not before.adopted:
+    intact = all(
+        topology.shard_of(slot) in snapshot[process]
+        for process in snapshot
+        for slot in before.slots_of(process)
+    )
+    if intact and not after.adopted and not before.adopted:
         # A source stays or goes to the pool: none is overwritten while others copy from it.
         copies = [a for a in result.actions if isinstance(a, Fill) and a.is_copy]
         written = {a.process for a in result.actions if isinstance(a, Rebuild)}
