@@ -118,7 +118,7 @@ def wandb_writer(run_dir: RunDirectory, process: str, first: str, last: str, end
     assert megatron
     if first == "1":
         log.emit("run_started", iteration=0, epoch=0, **start_fields())
-    # The run is not open yet: this is in its history as well as in its queue.
+    # The thread has just begun: this may be in its history as well as in its queue.
     log.emit("replica_dark", iteration=int(first), epoch=0, replica=int(process))
     for iteration in range(int(first), int(last) + 1):
         if iteration == int(last) - 4:
@@ -127,7 +127,7 @@ def wandb_writer(run_dir: RunDirectory, process: str, first: str, last: str, end
         megatron.log({"learning-rate": iteration * 1e-3}, iteration)
         if end == "kill" and iteration == int(last) - 10:
             (file,) = Path(wandb_log.run.dir).parent.glob("*.wandb")
-            while file.stat().st_size < 1000:  # wandb has flushed something, but not the end
+            while file.stat().st_size < 8192:  # until wandb has flushed some rows
                 time.sleep(0.05)
     say(wandb_log.run.id)
     if end == "kill":
@@ -161,9 +161,38 @@ def wandb_in_trouble(run_dir: RunDirectory, directory: str) -> None:
     wandb_log.close(exit_code=1)
 
 
+def wandb_megatron(run_dir: RunDirectory) -> None:
+    """Megatron's own functions log through the writer that took the place of theirs."""
+    import torch
+    from megatron.training import global_vars, wandb_utils
+
+    from megatron_ft.observe.wandb_log import WandbLog, WandbSettings
+    from megatron_ft.observe.wandb_megatron import MegatronWriter
+
+    checkpoint = run_dir.path / "checkpoints" / "iter_3"
+    checkpoint.mkdir(parents=True)
+    tracker = run_dir.path / "latest.txt"
+    tracker.write_text("3")
+    log = EventLog(run_dir, 0, elected=True)
+    settings = WandbSettings("project", "name", mode="offline")
+    wandb_log = WandbLog(run_dir, settings, history=log.read, process=0)
+    global_vars._GLOBAL_WANDB_WRITER = MegatronWriter(wandb_log)
+    wandb_log.start()
+    writer = global_vars.get_wandb_writer()
+    for name in ("first", "second"):
+        writer.config.update({"slurm_job_name": name})
+    writer.log({"lm loss": torch.tensor(2.5)}, 3)
+    wandb_utils.on_save_checkpoint_success(str(checkpoint), str(tracker), str(checkpoint.parent), 3)
+    writer.finish()
+    writer.log({"after": 1.0}, 4)
+    wandb_log.close()
+
+
 ACTIONS = {
     function.__name__: function
-    for function in (huge, many, merge, summary, durable, wandb_writer, wandb_in_trouble)
+    for function in (
+        *(huge, many, merge, summary, durable, wandb_writer, wandb_in_trouble, wandb_megatron),
+    )
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from megatron_ft.observe.event_table import FIELDS, KINDS, check
 from megatron_ft.observe.events import EventLog
 from megatron_ft.observe.incidents import incidents, quota_text
 from megatron_ft.observe.jsonl import decode, encode, merge_events, read_events
+from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.progress import Progress
 from megatron_ft.observe.rundir import RunDirectory, write_json
 from megatron_ft.observe.summary import build_summary, write_summary
@@ -493,3 +494,34 @@ def test_summary_command(run_dir: RunDirectory) -> None:
     )
     assert done.returncode == 2
     assert "is it a run directory?" in done.stderr
+
+
+def test_observers_of_a_job_whose_writer_dies(run_dir: RunDirectory) -> None:
+    """Two processes: the writer is gone before it reports step 2, the other ends the job."""
+    streams = [io.StringIO(), io.StringIO()]
+    writer, other = (Observer(run_dir, n, stream=streams[n]) for n in range(2))
+    assert writer.elect({0: 1, 1: 0})
+    assert not other.elect({0: 1, 1: 0})
+    for observer in (writer, other):
+        observer.emit("run_started", iteration=0, epoch=0, agreed="start", **start_fields())
+        observer.emit("step", iteration=1, epoch=0, agreed="step-1", **step_fields())
+    other.emit("step", iteration=2, epoch=0, agreed="step-2", **step_fields(live_replicas=1))
+    assert other.elect({0: 1, 1: None})
+    assert "loss" in streams[0].getvalue()
+    assert ["iteration      2" in line for line in streams[1].getvalue().splitlines()] == [True]
+    assert "replicas 1/2" in streams[1].getvalue()
+
+    where = {"iteration": 2, "epoch": 1}
+    summary = other.finish("stopped", 75, "no replica is whole; add --ft-checkfree", **where)
+    assert summary is not None
+    assert (summary["iterations"], summary["exit_code"]) == (2, 75)
+    assert json.loads(run_dir.summary.read_text()) == summary
+    status = run_dir.read_exit_status()
+    assert status is not None
+    assert (status.code, status.message) == (75, "no replica is whole; add --ft-checkfree")
+    kinds = [json.loads(line)["kind"] for line in run_dir.events.read_text().splitlines()]
+    assert kinds == ["run_started", "step", "step", "run_finished"]
+    # Given up in favour of another process, a writer writes and prints nothing any more.
+    assert not writer.elect({0: 1, 1: None})
+    assert writer.finish("ok", 0, **where) is None
+    assert len(run_dir.events.read_text().splitlines()) == 4

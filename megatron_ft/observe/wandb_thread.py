@@ -101,10 +101,11 @@ class WandbThread(threading.Thread):
 
     def run(self) -> None:
         try:
+            past = list(self._history())
             with _exclusive(self._run_dir.path / "wandb.lock"):
                 self._run = self._open()
                 self._opened.set()
-                self._log_all()
+                self._log_all(past)
         except Exception:
             # Whatever wandb raises, a chart is no reason to lose the training.
             self.failed = True
@@ -150,13 +151,12 @@ class WandbThread(threading.Thread):
             settings=wandb.Settings(**known),
         )
 
-    def _log_all(self) -> None:
-        past = self._history()
+    def _log_all(self, past: Sequence[Event]) -> None:
         for event in past:
             row = self._rows.row(event)
             if row and event["time"] >= past[-1]["time"] - REPLAY_SECONDS:
                 self._log(row)
-        # Events that happened while the run was being opened are in both, history and queue.
+        # Events that happened while the history was read may be in the queue as well.
         known = {event["id"] for event in past}
         while True:
             try:
