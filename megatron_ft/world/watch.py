@@ -1,0 +1,234 @@
+"""Watch and fencing: whatever is not dead but should be is made dead.
+
+ULFM reports deaths reliably and nothing else. So each process keeps a record in the shared memory
+of its host: *alive*, stamped by a thread of its own, and *progress*, stamped by the main loop. A
+sibling that sees one unchanged for longer than its timeout kills that process. A stopped process, a
+held GIL and an endless loop in user code all become a death. A main thread that waits for others in
+MPI makes no progress through no fault of its own, says so, and is left alone; if that lasts longer
+than the collective timeout its own thread revokes what it waits in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger("megatron_ft.watch")
+
+# One record of 64-bit words per process: who, and three stamps of the host's monotonic clock.
+_PROCESS, _PID, _BORN, _ALIVE, _PROGRESS, _STATE = range(6)
+_WORDS = 8
+_CAPACITY = 1024
+_FREE, _QUIET, _ARMED, _WAITING = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds after which something that does not move is given up.
+
+    Raises:
+        ValueError: They are not in order, so that the wrong one would strike first.
+    """
+
+    alive: float = 10.0
+    """A process whose watch thread does not run: stopped, or its GIL is held."""
+    progress: float = 120.0
+    """A process whose main loop does not move and does not wait for others."""
+    collective: float = 600.0
+    """A process that waits for others in one call."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alive < self.progress < self.collective:
+            raise ValueError(
+                "timeouts must grow: --ft-watch-timeout "
+                f"({self.alive:g} s) < --ft-progress-timeout ({self.progress:g} s) < "
+                f"--ft-collective-timeout ({self.collective:g} s)"
+            )
+
+
+@dataclass
+class _Seen:
+    """What a watcher has seen of a stamp: its value, since when, and at how many checks."""
+
+    stamp: int
+    since: float
+    checks: int = 0
+    fenced: bool = field(default=False)
+
+
+class Watch:
+    """This process's record and the thread that stamps it and looks after the siblings'.
+
+    Args:
+        path: The host's shared file, the same for all processes of the job on this host.
+        process: Id of this process.
+        timeouts: When to fence.
+        on_collective_timeout: Called in the watch thread when the main thread has waited too long.
+        on_fence: Called in the watch thread with the id of a process just killed and why.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        process: int,
+        timeouts: Timeouts,
+        on_collective_timeout: Callable[[float], None] = lambda seconds: None,
+        on_fence: Callable[[int, str], None] = lambda process, reason: None,
+    ) -> None:
+        assert 0 <= process < _CAPACITY, process
+        self.process = process
+        self.timeouts = timeouts
+        self.on_collective_timeout = on_collective_timeout
+        self.on_fence = on_fence
+        self.path = path
+        self._map = _open(path)
+        self._words = memoryview(self._map).cast("q")
+        self._base = process * _WORDS
+        self._interval = min(0.5, timeouts.alive / 10)
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._waiting_since = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft-watch", daemon=True)
+
+    def start(self) -> None:
+        """Register this process and begin to watch."""
+        now = time.monotonic_ns()
+        record = (self.process, os.getpid(), born(os.getpid()) or 0, now, now)
+        for word, value in enumerate(record):
+            self._words[self._base + word] = value
+        self._words[self._base + _STATE] = _QUIET
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching and take the record back."""
+        self._stop.set()
+        self._thread.join()
+        self._words[self._base + _STATE] = _FREE
+        self._words.release()
+        self._map.close()
+
+    # -- the main thread -------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """The main loop moved: a microbatch, a bucket, a batch of set-up work."""
+        self._words[self._base + _PROGRESS] = time.monotonic_ns()
+
+    def arm(self) -> None:
+        """From now on the main loop must tick."""
+        self.tick()
+        self._words[self._base + _STATE] = _ARMED
+
+    def disarm(self) -> None:
+        """The main loop does something that may last: building, saving."""
+        self._words[self._base + _STATE] = _QUIET
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a call in which the main thread waits for others."""
+        before = self._words[self._base + _STATE]
+        self._waiting_since = time.monotonic()
+        self._words[self._base + _STATE] = _WAITING
+        try:
+            yield
+        finally:
+            self._waiting_since = 0.0
+            self._words[self._base + _PROGRESS] = time.monotonic_ns()
+            self._words[self._base + _STATE] = before
+
+    # -- the watch thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._words[self._base + _ALIVE] = time.monotonic_ns()
+            since = self._waiting_since
+            if since and time.monotonic() - since > self.timeouts.collective:
+                self._waiting_since = 0.0
+                self.on_collective_timeout(time.monotonic() - since)
+            for index in range(_CAPACITY):
+                if index != self.process and self._words[index * _WORDS + _STATE] != _FREE:
+                    self._check(index * _WORDS)
+
+    def _check(self, base: int) -> None:
+        alive = self.timeouts.alive
+        if self._unchanged(base, _ALIVE) > alive:
+            self._fence(base, f"gave no sign of life for {alive:g} s")
+        elif self._words[base + _STATE] == _ARMED:
+            progress = self.timeouts.progress
+            if self._unchanged(base, _PROGRESS) > progress:
+                self._fence(base, f"made no progress for {progress:g} s")
+        else:
+            self._seen.pop((base, _PROGRESS), None)
+
+    def _unchanged(self, base: int, word: int) -> float:
+        """Seconds for which this watcher has seen the stamp stand still.
+
+        By the watcher's own count of checks: on a machine so busy that the watcher does not run
+        either, time passes for nobody.
+        """
+        stamp = self._words[base + word]
+        seen = self._seen.get((base, word))
+        if seen is None or seen.stamp != stamp:
+            self._seen[base, word] = _Seen(stamp, time.monotonic())
+            return 0.0
+        seen.checks += 1
+        return min(time.monotonic() - seen.since, seen.checks * self._interval * 1.5)
+
+    def _fence(self, base: int, reason: str) -> None:
+        seen = self._seen.setdefault((base, _STATE), _Seen(0, 0.0))
+        pid = self._words[base + _PID]
+        if seen.fenced and seen.stamp == pid:
+            return
+        seen.fenced, seen.stamp = True, pid
+        process = self._words[base + _PROCESS]
+        if fence(pid, self._words[base + _BORN]):
+            logger.warning("process %d (pid %d) %s: killed", process, pid, reason)
+            self.on_fence(process, reason)
+
+
+def born(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None if it is no more."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def fence(pid: int, started: int) -> bool:
+    """SIGKILL the process of that pid and start time; False if it is no more.
+
+    The start time and the pidfd see to it that a reused pid is never hit.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if born(pid) != started:
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path) -> mmap.mmap:
+    size = _CAPACITY * _WORDS * 8
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if os.fstat(handle).st_size < size:
+            os.ftruncate(handle, size)
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)

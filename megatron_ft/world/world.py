@@ -1,0 +1,325 @@
+"""The processes of the job, who of them serves which slot, and how that is mended.
+
+Two communicators (docs/design.md): ``world`` holds every living process that takes part, the idle
+pool included, and is used to repair only; ``active`` holds the processes that serve slots, and
+every vote and resilient collective runs on it. A repair replaces both and every group's
+communicator, and raises the epoch. torch's group objects never change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from megatron_ft.topology import Assignment, Topology
+from megatron_ft.world.derive import GroupKey, rounds
+from megatron_ft.world.errors import is_failure
+from megatron_ft.world.link import Link
+
+logger = logging.getLogger("megatron_ft.world")
+
+
+class Group(Protocol):
+    """What the world needs of a torch process group."""
+
+    key: GroupKey
+    link: Link
+
+    def drain(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process tells the others when a repair begins."""
+
+    process: int
+    groups: tuple[GroupKey, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What came out of a repair, the same on every process."""
+
+    epoch: int
+    dead: tuple[int, ...]
+    """Processes of the last epoch that are no more."""
+    before: Assignment
+    plan: Any
+    """The planner's RecoveryPlan; None if nobody died."""
+    reports: Mapping[int, Report]
+    seconds: float
+    """From the call to the new epoch, on this process."""
+
+
+Planner = Callable[[Assignment, frozenset[int], Mapping[int, Report]], Any]
+"""From the assignment, the dead and the reports to a RecoveryPlan; pure."""
+
+
+class World:
+    """The living processes and their communicators.
+
+    Args:
+        topology: The slots.
+        assignment: Who serves them at the start.
+        process: Id of this process.
+        comm: Holds every process of ``ids``; is duplicated.
+        ids: Process id of each rank of ``comm``.
+        planner: Decides what a repair does.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        assignment: Assignment,
+        process: int,
+        comm: MPI.Comm,
+        ids: Iterable[int],
+        planner: Planner,
+    ) -> None:
+        self.topology = topology
+        self.assignment = assignment
+        self.process = process
+        self.ids = list(ids)
+        self.planner = planner
+        self.comm = quiet(comm.Dup())
+        assert self.ids[self.comm.rank] == process
+        self.active: MPI.Comm | None = None
+        self.groups: dict[GroupKey, Group] = {}
+        self._derive_active(self.comm)
+
+    # -- who is who ------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.assignment.epoch
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots that this process serves: none in the pool, two as a MeCeFO neighbour."""
+        return self.assignment.slots_of(self.process)
+
+    @property
+    def elected(self) -> int:
+        """The process that writes for all: it serves the highest live slot.
+
+        The last slots hold the last pipeline stage, where the loss is, and Megatron's own writers
+        are on the last rank.
+        """
+        live = self.assignment.live_slots
+        if not live:
+            return min(self.ids)
+        process = self.assignment.process_of[max(live)]
+        assert process is not None
+        return process
+
+    def rank_of(self, process: int) -> int:
+        return self.ids.index(process)
+
+    # -- agreement -------------------------------------------------------------------------------
+
+    def agree(self, ok: bool) -> bool:
+        """Whether every active process says ``ok`` and none has died unnoticed; uniform.
+
+        All active processes call it in the same order: it is the one sequence of agreements of the
+        job (docs/design.md), which is why one that fails elsewhere may simply say no here.
+        """
+        assert self.active is not None
+        try:
+            return self.active.Agree(1 if ok else 0) == 1
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            return False
+
+    def revoke_active(self) -> None:
+        """Free every active process that waits in a vote's or resilient collective's messages."""
+        if self.active is not None:
+            revoke(self.active)
+
+    def revoke_groups(self, *, pipeline: bool) -> None:
+        """Free everyone who waits for this process.
+
+        Args:
+            pipeline: Point-to-point messages within the replica too. Left alone by a process that
+                has done its whole part of the pipeline, so that its replica can finish.
+        """
+        for group in self.groups.values():
+            if group.link.comm is not None:
+                revoke(group.link.comm)
+            if pipeline and group.link.p2p is not None:
+                revoke(group.link.p2p)
+
+    def revoke_across(self) -> None:
+        """Free everyone who waits for this process in a group across replicas."""
+        for key, group in self.groups.items():
+            if group.link.comm is not None and not self.within_replica(key.slots):
+                revoke(group.link.comm)
+
+    # -- repair ----------------------------------------------------------------------------------
+
+    def needs_repair(self) -> bool:
+        """Whether somebody began a repair; for the pool, which takes part in nothing else."""
+        return bool(self.comm.Is_revoked())
+
+    def repair(self, facts: Mapping[str, Any]) -> Repaired:
+        """Shrink the world, plan, and give every group a new communicator.
+
+        Collective over all living processes. Failures during the repair begin it again.
+
+        Args:
+            facts: What the planner and the caller want to know of this process, picklable.
+        """
+        started = time.monotonic()
+        before = self.assignment
+        known = frozenset(self.ids)
+        for group in self.groups.values():
+            group.drain()
+        revoke(self.comm)
+        report = Report(self.process, tuple(self.groups), facts)
+        while True:
+            new = quiet(self.comm.Shrink())
+            outcome, ok = None, True
+            try:
+                outcome = self.plan_and_derive(new, before, known, report)
+            except MPI.Exception as error:
+                if not is_failure(error):
+                    raise
+                revoke(new)
+                ok = False
+            held = _agree(new, ok)
+            self._replace_world(new)
+            if held:
+                break
+            if outcome is not None:
+                outcome.discard()
+        assert outcome is not None
+        self._install(outcome)
+        return Repaired(
+            epoch=self.epoch,
+            dead=outcome.dead,
+            before=before,
+            plan=outcome.plan,
+            reports=outcome.reports,
+            seconds=time.monotonic() - started,
+        )
+
+    def plan_and_derive(
+        self, new: MPI.Comm, before: Assignment, known: frozenset[int], report: Report
+    ) -> _Outcome:
+        reports = {r.process: r for r in new.allgather(report)}
+        dead = frozenset(known - set(reports))
+        plan = self.planner(before, dead, reports)
+        assignment = plan.assignment if plan is not None else before
+        mine = assignment.slots_of(self.process)
+        active = _split_active(new, assignment, self.process)
+        outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)), active, {})
+        links = outcome.links
+        for key in self.groups:
+            if {assignment.process_of[slot] for slot in key.slots} - {None} == {self.process}:
+                links[key] = Link.make(key.slots, assignment.process_of, None)
+        every = [key for r in reports.values() for key in r.groups]
+        for batch in rounds(every, assignment.process_of):
+            part = batch.color(mine)
+            color, key = part if part is not None else (MPI.UNDEFINED, None)
+            order = _order(key.slots, assignment, self.process) if key is not None else 0
+            comm = new.Split(color, order)
+            if key is None:
+                continue
+            quiet(comm)
+            assert key in self.groups, f"process {self.process}, slots {mine}: no group {key}"
+            p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
+            links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
+        return outcome
+
+    def _install(self, outcome: _Outcome) -> None:
+        self.assignment = outcome.assignment
+        old: list[MPI.Comm | None] = [self.active]
+        for key, group in self.groups.items():
+            old += [group.link.comm, group.link.p2p]
+            # Without a slot there is nothing to talk to: the dead link stays and may not be used.
+            group.link = outcome.links.get(key, group.link)
+        self.active = outcome.active
+        for comm in old:
+            free(comm)
+
+    def _replace_world(self, new: MPI.Comm) -> None:
+        # Local arithmetic, not a message: another failure may be under way already.
+        old_group, new_group = self.comm.Get_group(), new.Get_group()
+        ranks = MPI.Group.Translate_ranks(new_group, range(new.size), old_group)
+        self.ids = [self.ids[rank] for rank in ranks]
+        old_group.Free()
+        new_group.Free()
+        old, self.comm = self.comm, new
+        free(old)
+
+    def within_replica(self, slots: tuple[int, ...]) -> bool:
+        return len({self.topology.replica_of(slot) for slot in slots}) == 1
+
+    def _derive_active(self, comm: MPI.Comm) -> None:
+        self.active = _split_active(comm, self.assignment, self.process)
+
+
+@dataclass
+class _Outcome:
+    """What one attempt of a repair made; put in place only once all agree."""
+
+    plan: Any
+    assignment: Assignment
+    reports: Mapping[int, Report]
+    dead: tuple[int, ...]
+    active: MPI.Comm | None
+    links: dict[GroupKey, Link]
+
+    def discard(self) -> None:
+        free(self.active)
+        for link in self.links.values():
+            free(link.comm)
+            free(link.p2p)
+
+
+def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.Comm | None:
+    slots = assignment.slots_of(process)
+    part = comm.Split(0 if slots else MPI.UNDEFINED, slots[0] if slots else 0)
+    return quiet(part) if slots else None
+
+
+def _order(slots: tuple[int, ...], assignment: Assignment, process: int) -> int:
+    return min(i for i, slot in enumerate(slots) if assignment.process_of[slot] == process)
+
+
+def _agree(comm: MPI.Comm, ok: bool) -> bool:
+    try:
+        return comm.Agree(1 if ok else 0) == 1
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        return False
+
+
+def quiet(comm: MPI.Comm) -> MPI.Comm:
+    """Make ``comm`` return errors instead of ending the job; returns it."""
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
+
+
+def revoke(comm: MPI.Comm) -> None:
+    """Free everyone who waits in ``comm``; once is enough and twice does no harm."""
+    if not comm.Is_revoked():
+        comm.Revoke()
+
+
+def free(comm: MPI.Comm | None) -> None:
+    """Release a communicator that a repair has replaced, revoked or not."""
+    if comm is None or comm == MPI.COMM_NULL:
+        return
+    try:
+        comm.Free()
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
