@@ -56,9 +56,9 @@ def deal(
 
 
 def samples_digest(indices: Iterable[int]) -> str:
-    """Sixteen hex characters that name a set of dataset indices, in whatever order consumed.
+    """Sixteen hex characters that name dataset indices, in whatever order they were consumed.
 
-    The first half of a half of SHA-256 over the ascending decimal indices joined by commas.
+    They are the first of SHA-256 over the ascending decimal indices, joined by commas.
     """
     text = ",".join(map(str, sorted(indices)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

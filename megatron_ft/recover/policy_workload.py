@@ -103,6 +103,11 @@ class PolicyWorkload:
         shares = self._open.shares
         return [len(shares[r].computes) if r in shares else 0 for r in range(self.ledger.data)]
 
+    def roles(self) -> Sequence[Role | None]:
+        """The role of each replica, None where it is dark."""
+        shares = self._open.shares
+        return [shares[r].role if r in shares else None for r in range(self.ledger.data)]
+
     def commit(self) -> tuple[int, ...]:
         """Close the step and return the ids that counted, ascending.
 
@@ -172,8 +177,3 @@ class PolicyWorkload:
     def _open(self) -> StepPlan:
         assert self.plan is not None, "no step has begun"
         return self.plan
-
-    def roles(self) -> Sequence[Role | None]:
-        """The role of each replica, None where it is dark."""
-        shares = self._open.shares
-        return [shares[r].role if r in shares else None for r in range(self.ledger.data)]
