@@ -24,7 +24,7 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_ft.interim_loader import LedgerIterator
+from megatron_ft.data.loader import LedgerIterator
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
@@ -174,7 +174,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks for it
 
 
-def ledger_iterators(args: Any, datasets: Any) -> tuple[Any, ...]:
+def ledger_iterators(args: Any, datasets: Any) -> tuple[LedgerIterator | None, ...]:
     """The datasets by microbatch id, starting after what a loaded checkpoint has consumed."""
     data_parallel = mpu.get_data_parallel_world_size()
     starts = (args.consumed_train_samples, args.consumed_valid_samples, 0)

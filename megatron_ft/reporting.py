@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft.ledger import samples_digest
 from megatron_ft.world.world import Repaired
 
 if TYPE_CHECKING:
@@ -57,12 +58,6 @@ def step(
     learning_rate: float | None,
 ) -> None:
     """A step was committed; called on the last pipeline stage, where the loss is."""
-    try:
-        from megatron_ft.ledger import samples_digest
-    except ImportError:
-        import hashlib
-        samples_digest = lambda i: hashlib.sha256(repr(sorted(i)).encode()).hexdigest()[:16]
-
     args, world, transaction = session.args, session.world, session.transaction
     tokens = args.global_batch_size * args.seq_length
     microbatches = args.global_batch_size // args.micro_batch_size
@@ -148,7 +143,7 @@ def incident(session: Session, repaired: Repaired, how: str) -> None:
 def evaluation(session: Session, lm_loss: float, data_iterator: Any, seconds: float) -> None:
     """An evaluation is complete; called on the last pipeline stage."""
     loader = getattr(data_iterator, "iterable", data_iterator)
-    split = getattr(loader, "kind", "valid")
+    split = "test" if getattr(loader, "kind", "valid") == "test" else "validation"
     session.evaluations += 1
     session.emit(
         "eval",
@@ -168,14 +163,3 @@ def checkpoint(session: Session, iteration: int, seconds: float) -> None:
         seconds=seconds,
     )
 
-
-def run_finished(session: Session, status: str, code: int, message: str) -> None:
-    """This start of the job ends."""
-    fields: dict[str, Any] = {"message": message} if message else {}
-    session.emit(
-        "run_finished",
-        status=status,
-        exit_code=code,
-        live_replicas=len(_whole(session)),
-        **fields,
-    )

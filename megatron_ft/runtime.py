@@ -140,16 +140,14 @@ def _planner(job: Job) -> Any:
 
 
 def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
-    from megatron_ft.observe.events import EventLog
-    from megatron_ft.observe.progress import Progress
+    from megatron_ft.observe.observer import Observer
     from megatron_ft.observe.rundir import RunDirectory
     from megatron_ft.session import NoWayOn, Session, close_session, open_session
 
     run_dir = RunDirectory(_agreed_run_dir(job))
     process = job.world.process if job.world is not None else int(os.environ["RANK"])
-    events = EventLog(run_dir, process)
-    events.add_listener(Progress())
-    session = open_session(Session(job.early, job.world, _watch(job), run_dir, events))
+    observer = Observer(run_dir, process, job=os.environ.get("MEGATRON_FT_START", "0"))
+    session = open_session(Session(job.early, job.world, _watch(job), observer))
     job.session = session
     _inject_faults(job)
     code, message = 0, ""
@@ -221,7 +219,7 @@ def _inject_faults(job: Job) -> None:
     session.faults = [str(spec) for spec in plan.specs] + [str(rate) for rate in plan.rates]
     session.injector = Injector(
         plan,
-        session.events,
+        session.observer.log,
         slots=lambda: world.slots,
         stage_of=world.topology.stage_of,
         epoch=lambda: world.epoch,
@@ -359,23 +357,17 @@ def _pool(job: Job) -> None:
 
 def _write_end(job: Job, code: int, message: str) -> None:
     """Let the elected process write down how the job ended, after all others."""
-    from megatron_ft import reporting
-    from megatron_ft.observe.summary import write_summary
-
     session, world = job.session, job.world
-    writes = session.elected if world is None else world.process == world.elected
-    if writes:
-        status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
-        reporting.run_finished(session, status, code, message)
-    session.events.close()
+    elected = session.elect()
+    if not elected:
+        session.observer.finish("", code, iteration=session.iteration, epoch=session.epoch)
     _meet(world)
-    if not writes:
+    if not elected:
         return
-    session.events.merge()
-    write_summary(session.run_dir)
-    if session.wandb is not None:
-        session.wandb.close()
-    session.run_dir.write_exit_status(code, message)
+    status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
+    session.observer.finish(
+        status, code, message, iteration=session.iteration, epoch=session.epoch
+    )
     write_exit_code(code)
     if message:
         print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)

@@ -15,9 +15,7 @@ from typing import Any
 
 from megatron_ft import reporting
 from megatron_ft.arguments import Early
-from megatron_ft.observe.events import EventLog
-from megatron_ft.observe.rundir import RunDirectory
-from megatron_ft.observe.wandb_log import WandbLog
+from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
 from megatron_ft.world.errors import ReplicaLost
 from megatron_ft.world.watch import Watch
@@ -44,8 +42,7 @@ class Session:
         early: Flags and sizes.
         world: The processes; None with a stock backend, where nothing is survived.
         watch: Fencing; None where no strategy is on.
-        run_dir: The run directory.
-        events: This process's event log.
+        observer: This process's event log, progress line and wandb run.
     """
 
     def __init__(
@@ -53,18 +50,15 @@ class Session:
         early: Early,
         world: World | None,
         watch: Watch | None,
-        run_dir: RunDirectory,
-        events: EventLog,
+        observer: Observer,
     ) -> None:
         self.early = early
         self.world = world
         self.watch = watch
-        self.run_dir = run_dir
-        self.events = events
+        self.observer = observer
         self.policy: Any = None
         self.args: Any = None
         self.transaction: Any = None
-        self.wandb: WandbLog | None = None
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -89,34 +83,25 @@ class Session:
     def epoch(self) -> int:
         return self.world.epoch if self.world is not None else 0
 
-    @property
-    def elected(self) -> bool:
-        """Whether this process writes for all."""
-        if self.world is None:
-            return bool(self.args.rank == self.args.world_size - 1)
-        return self.world.process == self.world.elected
-
     def emit(self, kind: str, **fields: Any) -> None:
         """Write an event of the current iteration and epoch."""
-        self.events.emit(kind, iteration=self.iteration, epoch=self.epoch, **fields)
+        self.observer.emit(kind, iteration=self.iteration, epoch=self.epoch, **fields)
 
-    def wandb_writer(self, args: Any) -> MegatronWriter:
+    def wandb_writer(self, args: Any) -> MegatronWriter | None:
         """What Megatron gets as its wandb writer: one run for the whole job."""
-        self.wandb = WandbLog(
-            self.run_dir,
-            settings_from_megatron(args),
-            history=self.events.read,
-            process=self.world.process if self.world is not None else args.rank,
-            checkpoint_id=getattr(args, "ft_wandb_id", None),
-        )
-        self.events.add_listener(self.wandb)
-        return MegatronWriter(self.wandb)
+        settings = settings_from_megatron(args)
+        if settings is None:
+            return None
+        self.observer.use_wandb(settings, getattr(args, "ft_wandb_id", None))
+        return MegatronWriter(self.observer.wandb)
 
-    def elect(self) -> None:
-        """Begin or stop to write for all, as the assignment says."""
-        self.events.elect(self.elected)
-        if self.elected and self.wandb is not None:
-            self.wandb.start()
+    def elect(self) -> bool:
+        """Begin or stop to write for all, as the assignment says; whether this process does."""
+        if self.world is not None:
+            process_of = self.world.assignment.process_of
+        else:
+            process_of = tuple(range(int(self.args.world_size)))
+        return self.observer.elect(dict(enumerate(process_of)))
 
     # -- what Megatron does ----------------------------------------------------------------------
 
@@ -181,14 +166,20 @@ class Session:
         if losses and "lm loss" in losses:
             reporting.evaluation(self, losses["lm loss"].item(), data_iterator, seconds)
 
-    def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> Any:
-        """Megatron's save_checkpoint."""
+    def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
+        """Megatron's save_checkpoint, tried again if a process dies in it."""
         started = time.monotonic()
         if self.watch is not None:
             self.watch.disarm()
-        result = original(iteration, *args, **kwargs)
+        if self.resilient:
+            from megatron_ft.recover.saving import save
+
+            save(self, lambda: original(iteration, *args, **kwargs), iteration)
+        else:
+            original(iteration, *args, **kwargs)
+        if self.watch is not None:
+            self.watch.arm()
         reporting.checkpoint(self, iteration, time.monotonic() - started)
-        return result
 
     @contextlib.contextmanager
     def _reports_are_global(self) -> Iterator[None]:

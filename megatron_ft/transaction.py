@@ -13,34 +13,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ft.recover.buckets import BucketSnapshots
+from megatron_ft.recover.policy_workload import PolicyWorkload
 from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.world import Repaired, World
 
 logger = logging.getLogger("megatron_ft.transaction")
-
-
-class Workload(Protocol):
-    """Who computes which microbatch ids of one step; see ``recover.policy``."""
-
-    def begin(self, live: Sequence[int]) -> None: ...
-
-    def to_compute(self, replica: int) -> Sequence[int]:
-        """Ids that the replica computes in the coming attempt, in order."""
-
-    def counts(self, replica: int) -> bool:
-        """Whether what the replica has computed counts (a spare's does not)."""
-
-    def after_failure(self, live: Sequence[int], forfeited: Sequence[int]) -> None:
-        """Deal the ids of replicas that died or whose attempt is void to the living."""
-
-    def quotas(self) -> list[int]:
-        """Microbatches that each replica has computed of this step."""
 
 
 @dataclass
@@ -90,8 +73,8 @@ class StepTransaction:
         self,
         world: World,
         policy: Any,
-        workload: Workload,
-        eval_workload: Workload,
+        workload: PolicyWorkload,
+        eval_workload: PolicyWorkload,
         replica: int,
         loss_group: dist.ProcessGroup,
         is_last_stage: bool,
@@ -112,6 +95,7 @@ class StepTransaction:
         self.pipeline_done = False
         self.contributes = True
         self.rehearsed: dict[str, Any] = {}
+        self._reports: list[dict[str, Any]] = []
         self.last: Committed | None = None
         self.iteration = 0
         self.step_start = 0
@@ -157,13 +141,15 @@ class StepTransaction:
             if self.vote(ok, training):
                 break
             self._mend(workload, training)
-        self._commit(training)
+        workload.commit()
+        if self.snapshots is not None:
+            self.snapshots.drop()
         self.last = Committed(counts, attempts, recomputed, time.monotonic() - started)
         return self._reports
 
     # -- one attempt -----------------------------------------------------------------------------
 
-    def _begin(self, workload: Workload, call: dict[str, Any], training: bool) -> None:
+    def _begin(self, workload: PolicyWorkload, call: dict[str, Any], training: bool) -> None:
         model = call["model"]
         chunks = model if isinstance(model, list) else [model]
         if training:
@@ -174,7 +160,8 @@ class StepTransaction:
             self._scaler_before = self._scaler_state()
         self._totals = Totals()
         self.rehearsed = {}
-        workload.begin(self.world.assignment.whole_replicas(self.world.topology))
+        live = self.world.assignment.whole_replicas(self.world.topology)
+        workload.begin(live, self.iteration)
         iterator = loader_of(call["data_iterator"])
         if iterator is not None:
             base = self.step_start if training else self._eval_start(iterator)
@@ -184,7 +171,7 @@ class StepTransaction:
         self,
         schedule: Callable[..., Any],
         call: dict[str, Any],
-        workload: Workload,
+        workload: PolicyWorkload,
         ids: list[int],
         training: bool,
     ) -> tuple[tuple[int, ...], bool]:
@@ -272,30 +259,30 @@ class StepTransaction:
     # -- what a commit needs ---------------------------------------------------------------------
 
     def _sum_reports(self, per_replica: int) -> tuple[int, ...]:
-        """Sum over the replicas what was reported and how often each id was contributed."""
-        self._reports: list[dict[str, Any]] = []
+        """Sum over the replicas what was reported, and how often each id was contributed.
+
+        Returns:
+            How often each id counts, on the last stage; empty elsewhere.
+        """
+        self._reports = []
         if not self.is_last_stage:
             return ()
-        total = per_replica * self.world.topology.data
-        counts = torch.zeros(total, dtype=torch.double, device="cuda")
+        # Exchangeable spares count samples from beyond the step: fewer than B of them.
+        num_ids = 2 * per_replica * self.world.topology.data
+        counts = torch.zeros(num_ids, dtype=torch.double, device="cuda")
         for microbatch in self._totals.ids:
             counts[microbatch] += 1
-        keys = sorted(self._totals.sums) or self._known_keys
-        self._known_keys = keys
-        sums = [self._totals.sums.get(key, torch.zeros(2, dtype=torch.double)) for key in keys]
-        vector = torch.cat([counts, *(s.to(counts) for s in sums)])
+        # A replica with nothing to compute knows the names from the step before.
+        self._known_keys = sorted(self._totals.sums) or self._known_keys
+        nothing = torch.zeros(2, dtype=torch.double)
+        sums = [self._totals.sums.get(key, nothing).to(counts) for key in self._known_keys]
+        vector = torch.cat([counts, *sums])
         if not self.contributes:
             vector.zero_()
         dist.all_reduce(vector, group=self.loss_group)
-        for i, key in enumerate(keys):
-            pair = vector[total + 2 * i : total + 2 * i + 2]
-            self._reports.append({key: pair.float()})
-        if self._reports:
-            merged: dict[str, Any] = {}
-            for report in self._reports:
-                merged |= report
-            self._reports = [merged]
-        return tuple(int(c) for c in vector[:total].tolist())
+        pairs = vector[num_ids:].view(-1, 2).float()
+        self._reports = [dict(zip(self._known_keys, pairs, strict=True))]
+        return tuple(int(count) for count in vector[:num_ids].tolist())
 
     _known_keys: Sequence[str] = ("lm loss",)
 
@@ -322,13 +309,9 @@ class StepTransaction:
         """The one agreement of an attempt: everything that I had to do under this epoch is done."""
         return self.world.agree(ok)
 
-    def _commit(self, training: bool) -> None:
-        if training and self.snapshots is not None:
-            self.snapshots.drop()
-
     # -- after a failure -------------------------------------------------------------------------
 
-    def _mend(self, workload: Workload, training: bool) -> None:
+    def _mend(self, workload: PolicyWorkload, training: bool) -> None:
         repaired = self.repair(
             f"attempt of step {self.iteration}",
             {"done": self.pipeline_done, "replica": self.replica},
@@ -340,17 +323,16 @@ class StepTransaction:
             for r in repaired.reports.values()
             if "replica" in r.facts and not r.facts["done"]
         }
-        forfeited = sorted(undone & set(live))
-        workload.after_failure(live, forfeited)
+        workload.after_failure(live, sorted(undone & set(live)))
         if training:
             assert self.snapshots is not None
             self.snapshots.reset_bookkeeping()
-            if self.replica in forfeited:
+            if workload.forgets(self.replica):
                 self.snapshots.zero()
             else:
                 self.snapshots.restore(repaired.epoch)
             self._restore_scaler()
-        if self.replica in forfeited:
+        if workload.forgets(self.replica):
             self._totals = Totals()
         self.rehearsed = {}
 

@@ -57,6 +57,19 @@ class Observer:
         # A process that joins late learns the job's sizes now, not in the middle of a repair.
         self.progress.prepare(self.log.read())
 
+    def use_wandb(self, settings: WandbSettings, checkpoint_id: str | None = None) -> None:
+        """Log to wandb from now on: its settings are known only when Megatron's flags are."""
+        self.wandb = WandbLog(
+            self.run_dir,
+            settings,
+            history=self.log.read,
+            process=self.log.process,
+            checkpoint_id=checkpoint_id,
+        )
+        self.log.add_listener(self.wandb)
+        if self.log.elected:
+            self.wandb.start()
+
     def elect(self, assignment: Mapping[int, int | None]) -> bool:
         """Take or give up the writer's part under a new assignment of slots to processes.
 

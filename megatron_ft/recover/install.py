@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_ft.recover.policy_workload import PolicyWorkload
 from megatron_ft.rng import KeyedRng
 from megatron_ft.transaction import StepTransaction
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 def build_transaction(session: Session) -> None:
     """Make the session's step transaction."""
-    from megatron_ft.recover.workload import StepWorkload
-
     args, world = session.args, session.world
     assert world is not None
     rank = dist.get_rank()
@@ -31,13 +30,13 @@ def build_transaction(session: Session) -> None:
     transaction = StepTransaction(
         world=world,
         policy=session.policy,
-        workload=StepWorkload(
+        workload=PolicyWorkload(
             world.topology.data,
             args.global_batch_size // micro // world.topology.data,
             args.ft_recover_policy,
             args.ft_recover_replay,
         ),
-        eval_workload=StepWorkload(
+        eval_workload=PolicyWorkload(
             world.topology.data,
             args.eval_global_batch_size // args.eval_micro_batch_size // world.topology.data,
             "balanced",

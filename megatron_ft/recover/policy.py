@@ -200,8 +200,9 @@ class StepPlan:
     def _covers(self, spare: Share, failed: Share) -> bool:
         if self.replay == "exact":
             return set(spare.computes) == set(failed.counts)
-        # A major may have taken on extra microbatches since; then no spare is worth as much.
-        return spare.role == f"{failed.role}-spare" and len(spare.computes) == len(failed.counts)
+        # The right role is the one of equal size: a major that has taken on extra microbatches
+        # since cannot be replaced, or the batch would fall short.
+        return len(spare.computes) == len(failed.counts)
 
     def _mended(
         self,

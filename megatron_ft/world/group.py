@@ -46,6 +46,7 @@ class UlfmProcessGroup(ProcessGroup):
     Attributes:
         key: The group as all its members name it.
         link: Replaced by a repair.
+        shown_rank: This process's group rank; another one while vacant slots are left out of sight.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class UlfmProcessGroup(ProcessGroup):
         timeout: timedelta,
     ) -> None:
         super().__init__(rank, len(link.slots))
+        self.shown_rank = rank
         self.key = GroupKey(number, link.slots)
         self.link = link
         self.policy = policy
@@ -264,6 +266,12 @@ class UlfmProcessGroup(ProcessGroup):
         self._timeout = timeout
 
     # -- what torch asks of a group --------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self.shown_rank
+
+    def size(self) -> int:
+        return len(self.link.slots)
 
     @property
     def group_name(self) -> str:

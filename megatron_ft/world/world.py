@@ -165,6 +165,11 @@ class World:
 
     def needs_repair(self) -> bool:
         """Whether somebody began a repair; for the pool, which takes part in nothing else."""
+        try:
+            self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # MPI hears of it only while inside MPI
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
         return bool(self.comm.Is_revoked())
 
     def repair(self, facts: Mapping[str, Any]) -> Repaired:
