@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.ledger import Ledger, deal, default_ids, samples_digest
 
-QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=300)
+QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=200)
 
 
 def make(data: int = 3, per_replica: int = 4, micro_batch_size: int = 2) -> Ledger:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +26,7 @@ from megatron_ft.recovery_plan import (
 )
 from megatron_ft.topology import Assignment, Shard, Topology, initial_assignment
 
-QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=400)
+QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=250)
 
 # Slot numbers of the examples: replica r's stage s is slot 4 * r + s.
 THREE_BY_FOUR = Topology(tensor=1, pipeline=4, data=3, order="tp-cp-ep-pp-dp")
@@ -328,6 +330,12 @@ def test_two_adopters_of_different_replicas_form_the_last_whole_one() -> None:
     assert result.stop is None
     assert sorted(map(len, map(result.assignment.slots_of, (0, 7)))) == [2, 2]
     assert all(not action.is_copy for action in result.actions if isinstance(action, Fill | Adopt))
+
+
+def test_the_examples_of_the_documentation() -> None:
+    page = Path(__file__).parent.parent / "docs" / "planner.md"
+    failed, attempted = doctest.testfile(str(page), module_relative=False)
+    assert attempted > 20 and not failed
 
 
 # --- promises over random failure sequences ---------------------------------------------------

@@ -22,7 +22,7 @@ from megatron_ft.recover.policy import (
 )
 from megatron_ft.recover.policy_workload import PolicyWorkload
 
-QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=400)
+QUICK = settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=250)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,24 @@ def test_exchangeable_replay_promotes_any_spare_of_the_right_role() -> None:
     assert result.promotions == {12: 1} and not result.needs_recompute
     assert len(result.plan.counted) == 64
     assert set(result.plan.counted) - set(range(64)) == set(plan.shares[12].computes)
+
+
+def test_after_an_exchange_only_what_is_missing_is_computed() -> None:
+    first = fifteen("exchangeable").fail([1], without(1))
+    second = first.plan.fail([2], without(1, 2))
+    assert sum(map(len, second.extra.values())) == 5
+    assert len(second.plan.counted) == 64
+
+
+def test_a_spare_that_dies_too_needs_no_replacement() -> None:
+    result = fifteen().fail([0, 14], without(0, 14))
+    assert result.promotions == {12: 0} and not result.needs_recompute
+
+
+def test_each_spare_mirrors_another_major() -> None:
+    plan = plan_step(num_replicas=64, microbatches_per_replica=2, live=range(1, 64))
+    spares = [share for share in plan.shares.values() if share.role is Role.MAJOR_SPARE]
+    assert [share.mirrors for share in spares] == list(range(1, 17))
 
 
 def test_a_major_and_the_minor_are_both_replaced() -> None:
