@@ -262,7 +262,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     """Stock Megatron's flow, with our hooks in place."""
     import torch
 
-    from megatron_ft.patches import cpu_device, faults, observe, recover
+    from megatron_ft.patches import cpu_device, faults, observe, recover, ulfm
     from megatron_ft.patches.registry import registry
 
     has_gpu = has_gpu and torch.cuda.is_available()
@@ -284,6 +284,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     session = job.session
     registry.install(observe.PATCHES)
     if session.resilient:
+        registry.install(ulfm.VACANCY)
         registry.install(recover.PATCHES)
     if session.injector is not None:
         registry.install(faults.PATCHES)

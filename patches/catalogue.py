@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from . import cpu_device, faults, observe, recover
+from . import cpu_device, faults, observe, recover, ulfm
 from .registry import Patch
 
 AREAS: dict[str, tuple[Patch, ...]] = {
     "cpu": cpu_device.PATCHES,
+    "backend": ulfm.BACKEND,
     "observe": observe.PATCHES,
+    "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,
     "faults": faults.PATCHES,
 }
 
 WHEN: dict[str, str] = {
     "cpu": "no GPU present",
+    "backend": "--distributed-backend ulfm",
     "observe": "always",
+    "vacancy": "a strategy is on",
     "recover": "a strategy is on",
     "faults": "faults are injected",
 }

@@ -105,23 +105,37 @@ class Registry:
         """
         self._undo(0)
 
+    def remove(self, patches: Iterable[Patch]) -> None:
+        """Put the originals of ``patches`` back; the others stay.
+
+        Raises:
+            PatchError: As ``close``.
+        """
+        names = {patch.name for patch in patches}
+        for done in reversed([a for a in self.applied if a.patch.name in names]):
+            _restore(done)
+            self.applied.remove(done)
+
     def is_installed(self, name: str) -> bool:
         return any(a.patch.name == name for a in self.applied)
 
     def _undo(self, down_to: int) -> None:
         while len(self.applied) > down_to:
-            done = self.applied[-1]
-            current = inspect.getattr_static(done.owner, done.attribute, None)
-            if getattr(_inner(current), MARK, None) != done.patch.name:
-                raise PatchError(
-                    f"cannot restore {done.patch.target}: it was replaced again after patch "
-                    f"{done.patch.name!r}; close that one first"
-                )
-            if done.in_owner_dict:
-                setattr(done.owner, done.attribute, done.original)
-            else:
-                delattr(done.owner, done.attribute)
+            _restore(self.applied[-1])
             self.applied.pop()
+
+
+def _restore(done: Applied) -> None:
+    current = inspect.getattr_static(done.owner, done.attribute, None)
+    if getattr(_inner(current), MARK, None) != done.patch.name:
+        raise PatchError(
+            f"cannot restore {done.patch.target}: it was replaced again after patch "
+            f"{done.patch.name!r}; close that one first"
+        )
+    if done.in_owner_dict:
+        setattr(done.owner, done.attribute, done.original)
+    else:
+        delattr(done.owner, done.attribute)
 
 
 registry = Registry()

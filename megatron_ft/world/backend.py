@@ -12,7 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ft.world import objects, registry
+from megatron_ft.patches import ulfm
+from megatron_ft.patches.registry import registry as registry_of_patches
+from megatron_ft.world import registry
 from megatron_ft.world.group import UlfmProcessGroup
 from megatron_ft.world.policy import PlainPolicy
 
@@ -43,7 +45,7 @@ def register(policy: PlainPolicy) -> None:
         return group
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    objects.install()
+    registry_of_patches.install(ulfm.BACKEND)
 
 
 def unregister() -> None:
@@ -55,4 +57,4 @@ def unregister() -> None:
         del dist.Backend.backend_capability[NAME]
         dist.Backend.backend_list.remove(NAME)
         delattr(dist.Backend, name)
-    objects.close()
+    registry_of_patches.remove(ulfm.BACKEND)

@@ -2,6 +2,7 @@
 
 torch sends pickles as byte tensors. A vacant slot's length reads zero, which torch would try to
 unpickle; and a broadcast from a vacant slot would take its lengths from a process that has none.
+Both wrappers are entries of the patch registry (``patches/ulfm.py``).
 """
 
 from __future__ import annotations
@@ -48,31 +49,3 @@ def lowest_live_sends(original: Callable[..., Any]) -> Callable[..., Any]:
         original(object_list, src, group, device, group_src)
 
     return broadcast_object_list
-
-
-WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "_tensor_to_object": none_for_vacant,
-    "broadcast_object_list": lowest_live_sends,
-}
-_originals: dict[str, Callable[..., Any]] = {}
-
-
-def install() -> None:
-    """Wrap torch's functions, once."""
-    for name, wrap in WRAPPERS.items():
-        if name not in _originals:
-            _originals[name] = getattr(distributed_c10d, name)
-            _put(name, wrap(_originals[name]))
-
-
-def close() -> None:
-    """Put torch's functions back."""
-    while _originals:
-        name, original = _originals.popitem()
-        _put(name, original)
-
-
-def _put(name: str, function: Callable[..., Any]) -> None:
-    for module in (distributed_c10d, dist):
-        if hasattr(module, name):
-            setattr(module, name, function)

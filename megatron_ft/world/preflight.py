@@ -221,7 +221,8 @@ def setting(name: str) -> bool | str | None:
     """The value of an Open MPI setting in this process, None when the library has none such."""
     # mpi4py's extension is linked to the MPI library, so its symbols are found through it.
     mpi = ctypes.CDLL(MPI.__file__)
-    mpi.MPI_T_init_thread(MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    # Open MPI takes the level given here for the whole library: it must stay what it is.
+    mpi.MPI_T_init_thread(MPI.Query_thread(), ctypes.byref(ctypes.c_int()))
     try:
         index, count = ctypes.c_int(), ctypes.c_int()
         handle = ctypes.c_void_p()
