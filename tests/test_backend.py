@@ -75,4 +75,5 @@ def test_messages_beyond_2_gib(tmp_path: Path) -> None:
     ended = run_ranks(2, "large_worker.py", tmp_path, timeout_s=300)
     assert ended.code == 0, ended.output[-5000:]
     for found in findings(tmp_path, [0, 1]).values():
+        assert len(found) == 9
         assert found == dict.fromkeys(found, True)

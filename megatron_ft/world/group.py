@@ -29,6 +29,7 @@ from megatron_ft.world.work import DoneWork, PendingWork
 type Tensors = Sequence[torch.Tensor]
 type TensorLists = Sequence[Sequence[torch.Tensor]]
 
+_OPS = (ReduceOp, ReduceOp.RedOpType)
 _PRUNE_AT = 64
 
 
@@ -312,7 +313,7 @@ def _async(opts: Any) -> bool:
 
 
 def _reduce_options(opts: Any) -> tuple[Any, bool]:
-    if isinstance(opts, ReduceOp | ReduceOp.RedOpType):
+    if isinstance(opts, _OPS):
         return opts, True
     return opts.reduceOp, opts.asyncOp
 

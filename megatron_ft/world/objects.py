@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megatron_ft.world.group import UlfmProcessGroup
 

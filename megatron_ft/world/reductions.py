@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 # Several small tensors cost less in one call, also with the copies; large ones do not.
 FLATTEN_BYTES = 1 << 16
+# A large tensor is reduced piece by piece: what MPI and the conversion to float32 need beside it
+# then stays in the cache and is not fresh memory from the system each time. Twice as fast at 64 MB.
+PIECE_BYTES = 8 << 20
 
 
 def all_reduce(group: UlfmProcessGroup, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
@@ -65,21 +68,9 @@ def reduce(
         at = group.link.ranks[root]
         if at is None:
             return None
-        at_root = comm is None or comm.rank == at
         real = _real(tensor)
-        host = _load(real, plan, keep=not at_root)
-        requests = []
-        if comm is not None:
-            call = comm.Ireduce if async_op else comm.Reduce
-            for part in staging.spans(host, plan.wire):
-                ends = (MPI.IN_PLACE, part) if at_root else (part, None)
-                requests.append(call(*ends, plan.op, at))
-
-        def finish() -> None:
-            if at_root:
-                _store(host, real, plan, len(group.link.slots))
-
-        return settle(requests, finish, (host,))
+        pieces = staging.pieces(real, _piece_numel(plan))
+        return merge(_reduce(group, comm, piece, plan, at, async_op) for piece in pieces)
 
     buffers = (tensor,)
     return group.policy.run(group, "reduce", body, buffers, async_op, buffers)
@@ -125,15 +116,52 @@ def _all_reduce(
     plan: Reduction,
     async_op: bool,
 ) -> Pending | None:
-    real = _real(tensor)
-    host = _load(real, plan)
+    pieces = staging.pieces(_real(tensor), _piece_numel(plan))
+    if len(pieces) == 1:
+        return _all_reduce_piece(group, comm, pieces[0], plan, async_op)
+    return merge(_all_reduce_piece(group, comm, piece, plan, async_op) for piece in pieces)
+
+
+def _all_reduce_piece(
+    group: UlfmProcessGroup,
+    comm: MPI.Intracomm | None,
+    tensor: torch.Tensor,
+    plan: Reduction,
+    async_op: bool,
+) -> Pending | None:
+    host = _load(tensor, plan)
     requests = []
     if comm is not None:
         call = comm.Iallreduce if async_op else comm.Allreduce
-        requests = [call(MPI.IN_PLACE, s, plan.op) for s in staging.spans(host, plan.wire)]
+        requests = [call(MPI.IN_PLACE, span, plan.op) for span in _spans(host, plan)]
 
     def finish() -> None:
-        _store(host, real, plan, len(group.link.slots))
+        _store(host, tensor, plan, len(group.link.slots))
+
+    return settle(requests, finish, (host,))
+
+
+def _reduce(
+    group: UlfmProcessGroup,
+    comm: MPI.Intracomm | None,
+    tensor: torch.Tensor,
+    plan: Reduction,
+    root: int,
+    async_op: bool,
+) -> Pending | None:
+    """Reduce to rank ``root`` of ``comm``."""
+    at_root = comm is None or comm.rank == root
+    host = _load(tensor, plan, keep=not at_root)
+    requests = []
+    if comm is not None:
+        call = comm.Ireduce if async_op else comm.Reduce
+        for span in _spans(host, plan):
+            ends = (MPI.IN_PLACE, span) if at_root else (span, None)
+            requests.append(call(*ends, plan.op, root))
+
+    def finish() -> None:
+        if at_root:
+            _store(host, tensor, plan, len(group.link.slots))
 
     return settle(requests, finish, (host,))
 
@@ -213,6 +241,15 @@ def _reduce_each(
         else:
             requests += [call(s, None, plan.op, owner) for s in sends]
     return requests
+
+
+def _piece_numel(plan: Reduction) -> int:
+    # In elements of what is sent, so that a process whose tensor has gaps cuts at the same places.
+    return PIECE_BYTES // plan.compute.itemsize
+
+
+def _spans(host: torch.Tensor, plan: Reduction) -> list[staging.View]:
+    return staging.spans(host, plan.wire, _piece_numel(plan))
 
 
 def _one(host: torch.Tensor, plan: Reduction) -> staging.View:

@@ -7,7 +7,7 @@ full speed and needs no second one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
@@ -133,13 +133,19 @@ def view(host: torch.Tensor, wire: MPI.Datatype) -> View:
     return memory, 1, huge_type(host.numel(), wire)
 
 
-def spans(host: torch.Tensor, wire: MPI.Datatype) -> Iterator[View]:
-    """``host`` as MPI buffers of at most 2^31-1 elements each, for reductions."""
-    if host.numel() <= MAX_COUNT:
-        yield MPI.buffer.fromaddress(host.data_ptr(), host.nbytes), wire
-        return
-    for part in host.view(-1).split(MAX_COUNT):
-        yield MPI.buffer.fromaddress(part.data_ptr(), part.nbytes), wire
+def pieces(tensor: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
+    """The tensor as flat pieces of ``numel`` elements, or as a whole where it has gaps."""
+    if tensor.numel() <= numel or not tensor.is_contiguous():
+        return (tensor,)
+    return tensor.detach().view(-1).split(numel)
+
+
+def spans(host: torch.Tensor, wire: MPI.Datatype, numel: int = MAX_COUNT) -> list[View]:
+    """``host`` as MPI buffers of at most ``numel`` elements each, for reductions."""
+    return [
+        (MPI.buffer.fromaddress(piece.data_ptr(), piece.nbytes), wire)
+        for piece in pieces(host, numel)
+    ]
 
 
 def huge_type(numel: int, wire: MPI.Datatype) -> MPI.Datatype:

@@ -64,6 +64,19 @@ def all_reduce_sizes(s: Side) -> Any:
 
 
 @both
+def reduce_large(s: Side) -> Any:
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = s.values(5_000_001, dtype=dtype)
+        dist.reduce(tensor, 1, group=s.world)
+        kept += [tensor] if s.rank == 1 else []
+    tensor = s.values(5_000_001, dtype=torch.bfloat16)
+    work = dist.all_reduce(tensor, ReduceOp.AVG, group=s.world, async_op=True)
+    work.wait()
+    return kept, tensor
+
+
+@both
 def all_reduce_shapes(s: Side) -> Any:
     tensors = [s.values(), s.values(1, 1), s.values(3, 0, 2), s.values(2, 3, 4)]
     for tensor in tensors:
@@ -82,10 +95,15 @@ def all_reduce_strided(s: Side) -> Any:
 
 @ulfm_only
 def all_reduce_strides_differ_between_ranks(s: Side) -> Any:
-    tensor = s.values(4, 6).clone()
-    mine = tensor.t().contiguous().t() if s.rank % 2 else tensor
-    dist.all_reduce(mine, group=s.world)
-    return mine, sum(s.values(4, 6, rank=r) for r in range(s.size))
+    got, expected = [], []
+    for shape in ((4, 6), (2500, 2000)):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = s.values(*shape, dtype=dtype)
+            mine = tensor.t().contiguous().t() if s.rank % 2 else tensor
+            dist.all_reduce(mine, group=s.world)
+            got.append(mine)
+            expected.append(sum(s.values(*shape, rank=r) for r in range(s.size)).to(dtype))
+    return got, expected
 
 
 @ulfm_only
