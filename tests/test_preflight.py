@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_a_start_with_one_thing_missing(
     words = start([*BY_HAND, *flags, "-n", "2", *PROGRAM], **env)
     assert complaints(words) == checks
     assert fix in str(words["error"])
-    assert f"start it by: megatron-ft-run -n 2 {RANK}" in str(words["error"])
+    assert f"start it by: megatron-ft-run -n 2 {shlex.quote(RANK)}" in str(words["error"])
 
 
 @pytest.mark.parametrize(
