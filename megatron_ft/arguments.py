@@ -166,12 +166,15 @@ def early(argv: Sequence[str]) -> Early:
     )
 
 
-def provider(*, has_gpu: bool, default_backend: str) -> Callable[..., argparse.ArgumentParser]:
+def provider(
+    *, has_gpu: bool, default_backend: str, strategy: str | None = None
+) -> Callable[..., argparse.ArgumentParser]:
     """``extra_args_provider`` for Megatron's ``parse_and_validate_args``.
 
     Args:
         has_gpu: Whether the flags of a machine without a GPU stay out.
         default_backend: What ``--distributed-backend`` is if the user does not say.
+        strategy: The strategy that is on, None for stock training.
     """
 
     def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -184,6 +187,9 @@ def provider(*, has_gpu: bool, default_backend: str) -> Callable[..., argparse.A
         _set_defaults(parser, LLAMA_DEFAULTS)
         if not has_gpu:
             _set_defaults(parser, CPU_DEFAULTS | {"attention_backend": AttnBackend.unfused})
+        if strategy is not None:
+            # Its reruns check one replica's result on the same process; a strategy moves work.
+            _set_defaults(parser, {"rerun_mode": "disabled"})
         return parser
 
     return extra_args_provider

@@ -162,4 +162,3 @@ def checkpoint(session: Session, iteration: int, seconds: float) -> None:
         path=str(session.args.save),
         seconds=seconds,
     )
-

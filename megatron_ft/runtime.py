@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -125,13 +126,14 @@ def _connect(job: Job) -> None:
 
 
 def _planner(job: Job) -> Any:
-    from megatron_ft.planner import Capabilities, Strategies, plan
+    from megatron_ft.planner import Capabilities, Strategies, plan, without_moves
 
     def decide(before: Any, dead: frozenset[int], reports: Any) -> Any:
         if all(r.facts.get("finished") for r in reports.values() if before.slots_of(r.process)):
             return None
         strategies = Strategies(recover=job.early.options.ft_recover)
-        return plan(job.world.topology, before, dead, strategies, Capabilities())
+        made = plan(job.world.topology, before, dead, strategies, Capabilities())
+        return without_moves(made) if made.stop is None else made
 
     return decide
 
@@ -162,8 +164,9 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
             raise
         # The others must see a death, not a process that leaves half of a collective behind.
         traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     _write_end(job, code, message)
     close_session()
     return _leave(job, code)
@@ -290,7 +293,9 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         registry.install(faults.PATCHES)
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     args = parse_and_validate_args(
-        extra_args_provider=arguments.provider(has_gpu=has_gpu, default_backend=job.backend),
+        extra_args_provider=arguments.provider(
+            has_gpu=has_gpu, default_backend=job.backend, strategy=job.early.strategy
+        ),
     )
     session.args = args
     arguments.validate(args)
@@ -366,9 +371,7 @@ def _write_end(job: Job, code: int, message: str) -> None:
     if not elected:
         return
     status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
-    session.observer.finish(
-        status, code, message, iteration=session.iteration, epoch=session.epoch
-    )
+    session.observer.finish(status, code, message, iteration=session.iteration, epoch=session.epoch)
     write_exit_code(code)
     if message:
         print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)

@@ -24,6 +24,9 @@ from megatron_ft.world.world import Repaired, World
 logger = logging.getLogger("megatron_ft")
 
 
+MAX_REPAIRS_IN_VAIN = 5
+
+
 class NoWayOn(Exception):
     """The planner ran out of rules; the job ends with exit code 75 and this message."""
 
@@ -66,6 +69,7 @@ class Session:
         self.injector: Any = None
         self.faults: list[str] = []
         self.evaluating = False
+        self._repairs_in_vain = 0
         self.iteration = 0
         self.first_iteration = 1
         self.evaluations = 0
@@ -228,6 +232,11 @@ class Session:
         if self.watch is not None:
             self.watch.tick()
         repaired = self.world.repair({"iteration": self.iteration, **(facts or {})})
+        self._repairs_in_vain = 0 if repaired.dead else self._repairs_in_vain + 1
+        if self._repairs_in_vain > MAX_REPAIRS_IN_VAIN:
+            raise RuntimeError(
+                f"{how}: MPI reports failures, but nobody has died in {MAX_REPAIRS_IN_VAIN} repairs"
+            )
         self.elect()
         reporting.incident(self, repaired, how)
         stop = repaired.plan.stop if repaired.plan is not None else None

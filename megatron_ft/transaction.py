@@ -104,6 +104,7 @@ class StepTransaction:
         self.eval_batch = 0
         self._finalize: Callable[..., None] | None = None
         self._totals = Totals()
+        self._computing: ForwardStep | None = None
         self._scaler_before: Any = None
 
     # -- what Megatron calls ---------------------------------------------------------------------
@@ -150,8 +151,7 @@ class StepTransaction:
     # -- one attempt -----------------------------------------------------------------------------
 
     def _begin(self, workload: PolicyWorkload, call: dict[str, Any], training: bool) -> None:
-        model = call["model"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(call["model"])
         if training:
             self._adopt_config(chunks)
             if self.snapshots is None:
@@ -159,6 +159,7 @@ class StepTransaction:
                 self.snapshots = BucketSnapshots(groups)
             self._scaler_before = self._scaler_state()
         self._totals = Totals()
+        self._computing = None
         self.rehearsed = {}
         live = self.world.assignment.whole_replicas(self.world.topology)
         workload.begin(live, self.iteration)
@@ -201,17 +202,24 @@ class StepTransaction:
         if iterator is not None:
             iterator.assign(ids)
         expected = call["num_microbatches"]
-        step = ForwardStep(call["forward_step_func"], ids, len(ids) / expected, self._before)
-        reports = schedule(**(call | {"forward_step_func": step, "num_microbatches": len(ids)}))
-        assert step.done == len(ids), f"schedule ran {step.done} of {len(ids)} microbatches"
-        self._totals.add_reports(reports)
-        self._totals.ids += ids
+        per_token = chunks_of(call["model"])[0].config.calculate_per_token_loss
+        scale = 1.0 if per_token else len(ids) / expected
+        self._computing = ForwardStep(call["forward_step_func"], ids, scale, self._before)
+        schedule(**(call | {"forward_step_func": self._computing, "num_microbatches": len(ids)}))
+        self._bank()
+
+    def _bank(self) -> None:
+        """This slot has computed all ids of the attempt: from now on they are reported."""
+        step, self._computing = self._computing, None
+        if step is not None:
+            assert step.done == len(step.ids), f"{step.done} of {len(step.ids)} microbatches ran"
+            self._totals.add_reports(step.reports)
+            self._totals.ids += step.ids
 
     def _reduce_only(self, call: dict[str, Any]) -> None:
         """Reduce again what is there: this replica has nothing more to compute."""
         assert self.snapshots is not None
-        model = call["model"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(call["model"])
         config = chunks[0].config
         self.snapshots.start_reduction()
         tokens = torch.zeros([], dtype=torch.int, device="cuda")
@@ -232,6 +240,7 @@ class StepTransaction:
         """Megatron's finalize_model_grads; reached when this slot's pipeline work is done."""
         assert self._finalize is not None
         self.pipeline_done = True
+        self._bank()
         if num_tokens is not None:
             # Of all attempts of this step: what was computed before a failure still counts.
             known = self._totals.tokens
@@ -364,19 +373,24 @@ class ForwardStep:
         self.scale = scale
         self.before = before
         self.done = 0
+        self.reports: list[Mapping[str, torch.Tensor]] = []
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any) -> tuple[Any, Any]:
         self.before(self.ids[self.done])
         self.done += 1
         output, loss_func = self.inner(data_iterator, model, *args)
-        if self.scale == 1.0:
-            return output, loss_func
 
-        def scaled(*loss_args: Any, **loss_kwargs: Any) -> Any:
+        def reported(*loss_args: Any, **loss_kwargs: Any) -> Any:
             loss, *rest = loss_func(*loss_args, **loss_kwargs)
-            return (loss * self.scale, *rest)
+            self.reports.append(rest[-1])
+            return (loss if self.scale == 1.0 else loss * self.scale, *rest)
 
-        return output, scaled
+        return output, reported
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """Megatron's model chunks, however it passes them."""
+    return model if isinstance(model, list) else [model]
 
 
 def loader_of(data_iterator: Any) -> Any:

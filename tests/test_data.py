@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import gzip
 import json
+import multiprocessing
 import os
 import resource
 import shlex
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,6 +26,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.utils.common_utils import get_blend_and_blend_per_split
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from megatron_ft.data import prepare_default
 from megatron_ft.data.corpus import StdlibCorpus
@@ -33,6 +37,8 @@ TOOL = Path(__file__).parent.parent / "tools" / "preprocess_data.py"
 sys.path.insert(0, str(TOOL.parent))
 import preprocess_data  # noqa: E402
 
+# Children that need not import Megatron again.
+FORK = multiprocessing.get_context("fork")
 EOD = 256
 TEXTS = ["Hello.\n", "naïve café — 日本語 🙂\r\n", "tab\tand\x00zero", "x"]
 
@@ -107,6 +113,8 @@ def test_each_kind_of_input_comes_back(tool, tmp_path: Path, compressed: bool) -
     (folder / "c.jsonl").write_text(json.dumps({"text": TEXTS[3]}) + "\n\n")
     (folder / "ignored.bin").write_bytes(b"no text")
     (folder / ".hidden.txt").write_bytes(b"hidden")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "hidden.txt").write_bytes(b"hidden")
     single = write_jsonl(tmp_path / "single.json", TEXTS)
     plain = tmp_path / "no_suffix"
     plain.write_bytes(b"\xff\xfe raw bytes")
@@ -275,6 +283,21 @@ def test_messages(tool, tmp_path: Path) -> None:
         assert not list((tmp_path / "out").glob("**/*")), name
 
 
+def test_the_script_runs_anywhere_and_tells_mistakes_at_once(tmp_path: Path) -> None:
+    arguments = ["--input", "gone.txt", "--output-prefix", "o"]
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", TOOL, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert "error: input does not exist: gone.txt" in result.stderr
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert "tokenizers" in imported and "torch" not in imported
+
+
 def test_wrong_usage(tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--input", tmp_path, "--output-prefix", tmp_path / "o"]
     for extra, message in {
@@ -339,12 +362,13 @@ def test_interruption_leaves_the_old_pair(
 
 
 def test_kill_leaves_the_old_pair_and_no_worker(job, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, TOOL, *map(str, job)])
+    process = FORK.Process(target=preprocess_data.main, args=(list(map(str, job)),))
+    process.start()
     try:
-        hold(tmp_path, process.pid, lambda workers: process.kill() or process.wait())
+        hold(tmp_path, process.pid, lambda workers: process.kill() or process.join())
     finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL
+    assert process.exitcode == -signal.SIGKILL
     assert read(tmp_path / "o_text_document") == as_ids(["old"], eod=False)
 
 
@@ -398,20 +422,25 @@ def test_trained_bpe_is_megatrons(tool, tmp_path: Path, model: str) -> None:
     assert read(tmp_path / "again_text_document") == stored
 
 
-def test_bpe_without_config_needs_an_eod_token(tool, tmp_path: Path) -> None:
+def test_foreign_bpe_needs_an_eod_token_and_adds_no_other(tool, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", ["some text, some words"] * 9)
     arguments = ["--input", source, "--output-prefix", tmp_path / "o", "--append-eod"]
     tool(*arguments, "--train-tokenizer", 260, "--tokenizer-model", tmp_path / "first.json")
-    model = (tmp_path / "first.json").read_text().replace("<|endoftext|>", "<stop>")
+    model = HFTokenizer.from_str(
+        (tmp_path / "first.json").read_text().replace("<|endoftext|>", "<stop>")
+    )
+    begin = ("<|pad|>", model.token_to_id("<|pad|>"))
+    model.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[begin])
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tokenizer.json").write_text(model)
+    model.save(str(tmp_path / "other" / "tokenizer.json"))
     arguments += ["--tokenizer-model", tmp_path / "other"]
     code, _, error = tool(*arguments)
     assert code == 1 and "Say it with --eod-token" in error
     code, output, error = tool(*arguments, "--eod-token", "<stop>")
     assert code == 0, error
     eod = build_tokenizer(megatron_arguments(output)).eod
-    assert all(ids[-1] == eod for ids in read(tmp_path / "o_text_document"))
+    for ids in read(tmp_path / "o_text_document"):
+        assert ids[-1] == eod and begin[1] not in ids
     assert load_bpe(tmp_path / "other").eod == eod
     code, _, error = tool(*arguments, "--eod-token", "<|pad|>")
     assert code == 1 and "says eos_token '<stop>', not '<|pad|>'" in error
@@ -445,28 +474,26 @@ def test_default_corpus_is_made_once(tmp_path: Path) -> None:
     assert [path.stat().st_mtime_ns for path in files] == first
     prepare_default(tmp_path, append_eod=False)
     assert read(Path(prefix)) == [document[:-1] for document in documents]
+    prepare_default(tmp_path)
     files[0].write_bytes(b"damaged")
     prepare_default(tmp_path)
     assert read(Path(prefix)) == documents
 
 
+def prepare_and_tell(folder: Path, answers: Any) -> None:
+    made: list[int] = []
+    prefix = prepare_default(folder, on_progress=made.append)
+    answers.put((prefix, bool(made)))
+
+
 def test_default_corpus_with_several_processes_at_once(tmp_path: Path) -> None:
-    program = (
-        "import sys; from megatron_ft.data import prepare_default\n"
-        "made = []\n"
-        "prefix = prepare_default(sys.argv[1], on_progress=made.append)\n"
-        "print(prefix, bool(made))"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, tmp_path],
-            cwd=TOOL.parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
-    assert sorted(output[1] for output in outputs) == ["False", "True"]
-    assert len(read(Path(outputs[0][0]))) > 500
+    answers = FORK.Queue()
+    processes = [FORK.Process(target=prepare_and_tell, args=(tmp_path, answers)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    prefixes, made = zip(*(answers.get(timeout=60) for _ in processes), strict=True)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(set(prefixes)) == 1 and sorted(made) == [False, False, True]
+    assert len(read(Path(prefixes[0]))) > 500

@@ -315,6 +315,12 @@ def test_reading_ahead_follows_the_assignment_of_the_step_not_the_lost_ids() -> 
     next(iterator)
     wait_for(lambda: len(dataset.reads) == 6)
     assert sorted(dataset.reads) == [0, 1, 2, 3, 4, 5]
+    # A step with the fault-free ids: those are expected from then on.
+    iterator.begin_step(100)
+    dataset.reads.clear()
+    next(iterator), next(iterator)
+    wait_for(lambda: len(dataset.reads) == 4)
+    assert dataset.reads == [100, 102, 104, 106]
     iterator.close()
 
 

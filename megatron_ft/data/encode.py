@@ -1,5 +1,6 @@
 """From records to token ids, in one process or several, always in the order of the records."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -198,13 +199,12 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Parallelism is by processes here.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        try:
+    # Closed or broken, the pipe says that the main process has no more use for this one.
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
             batch = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer: EncodedBatch | CorpusError = encoder(batch)
-        except CorpusError as error:
-            answer = error
-        connection.send(answer)
+            try:
+                answer: EncodedBatch | CorpusError = encoder(batch)
+            except CorpusError as error:
+                answer = error
+            connection.send(answer)

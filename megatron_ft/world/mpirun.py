@@ -110,6 +110,15 @@ def _prrte_version(mpirun: Path) -> str:
     return "unknown"
 
 
+# PRRTE reports a process that died of a signal, or that left with code 0, to the others, but not
+# one that left with another code: they would wait for it for ever. So each rank has a parent that
+# turns such an exit into a signal. Codes of a job that ends as a whole pass.
+GUARD = (
+    "trap : HUP INT TERM USR1 USR2; \"$@\"; code=$?; "
+    "case $code in 0|64|75) exit $code;; esac; kill -KILL $$"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What to start: one program in so many processes."""
@@ -137,4 +146,5 @@ def mpirun_command(mpirun: Path, job: Job) -> list[str]:
         command += ["--mca", key, value]
     for name in job.exported:
         command += ["-x", name]
-    return [*command, "-n", str(job.num_ranks), *job.program]
+    guard = ["/bin/sh", "-c", GUARD, "rank"]
+    return [*command, "-n", str(job.num_ranks), *guard, *job.program]
