@@ -6,6 +6,8 @@ into one. Every launch has a hard timeout and ends its own processes by group id
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,19 @@ def launch(
         *MODEL,
         *flags,
     ]
+    with _one_at_a_time():
+        return _run(command, directory, timeout, env)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Two launches at once on a few cores would only time out together."""
+    with open(Path(tempfile.gettempdir()) / "megatron-ft-launch.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], directory: Path, timeout: float, env: dict[str, str] | None) -> Run:
     job = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: cannot write {place}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     return 0
 
