@@ -28,7 +28,8 @@ class Relay:
     def feed(self, data: bytes) -> None:
         """Take what was read, in pieces of any size; no data means the end of the stream."""
         if not data:
-            self._line(self._partial_line)
+            if self._partial_line:
+                self._line(self._partial_line + b"\n")
             self._write(self._rule)
             return
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
