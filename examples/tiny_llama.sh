@@ -29,6 +29,6 @@ exec "$python" -m megatron_ft.launcher -n "$processes" pretrain_llama_ft.py \
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 \
     --overlap-grad-reduce --ddp-bucket-size 50000 \
     --data-path data/stdlib_byte_text_document --split 98,1,1 \
-    --tokenizer-type NullTokenizer --vocab-size 256 \
+    --tokenizer-type NullTokenizer --vocab-size 257 \
     --eval-iters 4 --eval-interval 1000 --log-interval 1 --seed 1234 \
     "${run_dir[@]}" "$@"

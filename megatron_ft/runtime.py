@@ -254,6 +254,7 @@ def _watch(job: Job) -> Any:
     name = world.comm.bcast(f"megatron_ft-{os.getpid()}-{time.time_ns()}")
     path = Path("/dev/shm") / name
     watch = Watch(path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True))
+    world.watch = watch
     watch.start()
     world.comm.Barrier()  # everybody has the file open: it can lose its name
     with contextlib.suppress(FileNotFoundError):
@@ -265,7 +266,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     """Stock Megatron's flow, with our hooks in place."""
     import torch
 
-    from megatron_ft.patches import cpu_device, faults, observe, recover, ulfm
+    from megatron_ft.patches import cpu_device, faults, observe, recover, ulfm, wheel
     from megatron_ft.patches.registry import registry
 
     has_gpu = has_gpu and torch.cuda.is_available()
@@ -285,6 +286,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     from megatron_ft import llama
 
     session = job.session
+    registry.install(wheel.PATCHES)
     registry.install(observe.PATCHES)
     if session.resilient:
         registry.install(ulfm.VACANCY)

@@ -174,7 +174,7 @@ class Session:
         """Megatron's save_checkpoint, tried again if a process dies in it."""
         started = time.monotonic()
         if self.watch is not None:
-            self.watch.disarm()
+            self.watch.slow_down()
         if self.resilient:
             from megatron_ft.recover.saving import save
 

@@ -252,12 +252,14 @@ class StepTransaction:
         """Snapshot a bucket group that Megatron is about to reduce; a spare contributes zeros."""
         if not self.policy.in_transaction or self.snapshots is None:
             return
+        self.policy.watch.tick()
         self.snapshots.take(bucket_group, self.world.epoch)
         if not self.contributes:
             for bucket in bucket_group.buckets:
                 bucket.grad_data.zero_()
 
     def _before(self, microbatch: int) -> None:
+        self.policy.watch.tick()
         if self.keyed_rng is not None:
             self.keyed_rng(self.iteration, microbatch)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from . import cpu_device, faults, observe, recover, ulfm
+from . import cpu_device, faults, observe, recover, ulfm, wheel
 from .registry import Patch
 
 AREAS: dict[str, tuple[Patch, ...]] = {
+    "wheel": wheel.PATCHES,
     "cpu": cpu_device.PATCHES,
     "backend": ulfm.BACKEND,
     "observe": observe.PATCHES,
@@ -15,6 +16,7 @@ AREAS: dict[str, tuple[Patch, ...]] = {
 }
 
 WHEN: dict[str, str] = {
+    "wheel": "always",
     "cpu": "no GPU present",
     "backend": "--distributed-backend ulfm",
     "observe": "always",

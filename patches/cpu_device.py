@@ -86,14 +86,6 @@ def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-def _nothing_to_compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        import megatron.core.datasets.helpers_cpp  # noqa: F401  the wheel has it compiled
-
-    return compile_helpers
-
-
 def _host_rng_get(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
@@ -158,13 +150,6 @@ PATCHES: tuple[Patch, ...] = (
         kind="wrap",
         make=_allow_no_cuda,
         requires=("allow_no_cuda",),
-    ),
-    Patch(
-        name="cpu.compile_helpers",
-        target="megatron.core.datasets.utils:compile_helpers",
-        reason="runs make, but the wheel has no Makefile and holds the compiled helper already",
-        kind="replace",
-        make=_nothing_to_compile,
     ),
     Patch(
         name="cpu.rng_get",

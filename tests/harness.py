@@ -28,7 +28,7 @@ MODEL = (
     *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "2"),
     *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "1"),
     *("--lr", "2e-3", "--min-lr", "2e-4", "--lr-decay-style", "cosine", "--clip-grad", "1.0"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--split", "98,1,1"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257", "--split", "98,1,1"),
     *("--eval-iters", "2", "--eval-interval", "1000", "--log-interval", "1", "--seed", "1234"),
 )
 

@@ -121,16 +121,16 @@ class LedgerIterator:
         """Set what the next `next` calls return, in place of all that is outstanding in this step.
 
         Args:
-            ids: microbatch ids of the step under way, also such as were returned before.
+            ids: microbatch ids of the step under way, also such as were returned before. Those from
+                B on are of the samples after the step, which exchangeable spares compute.
 
         Raises:
-            ValueError: an id is not one of 0..B-1, or is there twice.
+            ValueError: an id is not one of 0..2B-1, or is there twice.
         """
         ids = list(ids)
-        if len(set(ids)) != len(ids) or not all(0 <= m < self.global_microbatches for m in ids):
-            raise ValueError(
-                f"microbatch ids must be different ones of 0..{self.global_microbatches - 1}: {ids}"
-            )
+        limit = 2 * self.global_microbatches
+        if len(set(ids)) != len(ids) or not all(0 <= m < limit for m in ids):
+            raise ValueError(f"microbatch ids must be different ones of 0..{limit - 1}: {ids}")
         self._outstanding = deque(ids)
         if self._is_untouched:
             # Later assignments are what others have lost, and say nothing of the next step.

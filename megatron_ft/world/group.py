@@ -24,7 +24,7 @@ from megatron_ft.world import checks, movement, p2p, reductions, registry
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.link import Link
 from megatron_ft.world.policy import PlainPolicy
-from megatron_ft.world.work import DoneWork, PendingWork
+from megatron_ft.world.work import PendingWork
 
 type Tensors = Sequence[torch.Tensor]
 type TensorLists = Sequence[Sequence[torch.Tensor]]
@@ -230,12 +230,9 @@ class UlfmProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         limit = timeout if opts is None else opts.timeout
-        timed = limit is not None and limit > timedelta(0)
-        async_op = _async(opts)
-        work = p2p.barrier(self, async_op or timed)
-        if timed and not async_op:
-            work.wait(limit)
-            return DoneWork(())
+        work = p2p.barrier(self)
+        if not _async(opts):
+            work.wait(limit if limit is not None and limit > timedelta(0) else timedelta(0))
         return work
 
     def monitored_barrier(

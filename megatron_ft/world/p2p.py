@@ -59,18 +59,17 @@ def receive(group: UlfmProcessGroup, tensor: torch.Tensor, source: int | None, t
     return group.policy.run(group, "recv", body, (tensor,), True, (tensor,))
 
 
-def barrier(group: UlfmProcessGroup, async_op: bool) -> Work:
-    """Wait for all live slots."""
+def barrier(group: UlfmProcessGroup) -> Work:
+    """Wait for all live slots.
+
+    Never the blocking call of MPI, which the nonblocking one does not match: only some processes
+    may have given torch's ``barrier`` a timeout.
+    """
 
     def body(comm: MPI.Intracomm | None) -> Pending | None:
-        if comm is None:
-            return None
-        if async_op:
-            return Pending([comm.Ibarrier()], _nothing)
-        comm.Barrier()
-        return None
+        return None if comm is None else Pending([comm.Ibarrier()], _nothing)
 
-    return group.policy.run(group, "barrier", body, (), async_op)
+    return group.policy.run(group, "barrier", body, (), True)
 
 
 def monitored_barrier(group: UlfmProcessGroup, timeout: timedelta, wait_all_ranks: bool) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Work
 
 from megatron_ft.world.errors import guard, translate
 from megatron_ft.world.link import Link
+from megatron_ft.world.watch import NO_WATCH, NoWatch
 from megatron_ft.world.work import DoneWork, Pending, PendingWork
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ class PlainPolicy:
 
     Args:
         world: The processes of the job.
+
+    Attributes:
+        watch: Told when this process waits for others.
     """
+
+    watch: NoWatch = NO_WATCH
 
     def __init__(self, world: MPI.Intracomm = MPI.COMM_WORLD) -> None:
         self.world = world
@@ -94,10 +100,13 @@ class PlainPolicy:
             WorldBroken: A process of the group failed.
             RuntimeError: MPI refused the operation.
         """
+        self.watch.begin_wait()
         try:
             pending = body(group.link.comm)
         except MPI.Exception as error:
             raise translate(error, name, group.group_name) from error
+        finally:
+            self.watch.end_wait()
         if pending is None:
             return DoneWork(results)
         return group.track(PendingWork(group, name, pending, results))

@@ -68,7 +68,8 @@ class ResilientPolicy(PlainPolicy):
         super().__init__(world.comm)
         self.processes = world
         self.mend = mend
-        self.watch = watch
+        if watch is not None:
+            self.watch = watch
         self.survives = False
         """Set once training has begun."""
         self.in_transaction = False

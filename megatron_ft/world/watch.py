@@ -6,6 +6,9 @@ sibling that sees one unchanged for longer than its timeout kills that process. 
 held GIL and an endless loop in user code all become a death. A main thread that waits for others in
 MPI makes no progress through no fault of its own, says so, and is left alone; if that lasts longer
 than the collective timeout its own thread revokes what it waits in.
+
+Until a process trains for the first time it may hold its GIL for long (loading torch's libraries),
+and nothing could be mended yet: it is killed early only if it is stopped, as the kernel says.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ logger = logging.getLogger("megatron_ft.watch")
 _PROCESS, _PID, _BORN, _ALIVE, _PROGRESS, _STATE = range(6)
 _WORDS = 8
 _CAPACITY = 1024
-_FREE, _QUIET, _ARMED, _WAITING = range(4)
+_FREE, _STARTING, _QUIET, _ARMED, _SLOW, _WAITING = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Timeouts:
     progress: float = 120.0
     """A process whose main loop does not move and does not wait for others."""
     collective: float = 600.0
-    """A process that waits for others in one call."""
+    """A process that waits for others in one call, or saves a checkpoint."""
 
     def __post_init__(self) -> None:
         if not 0 < self.alive < self.progress < self.collective:
@@ -64,7 +67,29 @@ class _Seen:
     fenced: bool = field(default=False)
 
 
-class Watch:
+class NoWatch:
+    """Where nobody watches."""
+
+    def tick(self) -> None: ...
+
+    def begin_wait(self) -> None: ...
+
+    def end_wait(self) -> None: ...
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a call in which the main thread waits for others, where cost does not matter."""
+        self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+
+NO_WATCH = NoWatch()
+
+
+class Watch(NoWatch):
     """This process's record and the thread that stamps it and looks after the siblings'.
 
     Args:
@@ -94,7 +119,11 @@ class Watch:
         self._base = process * _WORDS
         self._interval = min(0.5, timeouts.alive / 10)
         self._seen: dict[tuple[int, int], _Seen] = {}
+        self._state = _STARTING
+        """What the main thread does while it does not wait."""
         self._waiting_since = 0.0
+        self._broken_off = 0.0
+        """The beginning of the last wait that was broken off: once is enough."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-watch", daemon=True)
 
@@ -104,7 +133,7 @@ class Watch:
         record = (self.process, os.getpid(), born(os.getpid()) or 0, now, now)
         for word, value in enumerate(record):
             self._words[self._base + word] = value
-        self._words[self._base + _STATE] = _QUIET
+        self._words[self._base + _STATE] = self._state
         self._thread.start()
 
     def close(self) -> None:
@@ -123,25 +152,36 @@ class Watch:
 
     def arm(self) -> None:
         """From now on the main loop must tick."""
-        self.tick()
-        self._words[self._base + _STATE] = _ARMED
+        self._enter(_ARMED)
+
+    def slow_down(self) -> None:
+        """The main loop saves: nothing ticks, but it ends within the collective timeout."""
+        self._enter(_SLOW)
 
     def disarm(self) -> None:
-        """The main loop does something that may last: building, saving."""
-        self._words[self._base + _STATE] = _QUIET
+        """The main loop does something that may last for ever: idle in the pool."""
+        self._enter(_QUIET)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a call in which the main thread waits for others."""
-        before = self._words[self._base + _STATE]
+    def begin_wait(self) -> None:
+        """The main thread enters a call in which it waits for others; not to be nested.
+
+        Called before every operation, so it does no more than it must.
+        """
         self._waiting_since = time.monotonic()
         self._words[self._base + _STATE] = _WAITING
-        try:
-            yield
-        finally:
-            self._waiting_since = 0.0
-            self._words[self._base + _PROGRESS] = time.monotonic_ns()
-            self._words[self._base + _STATE] = before
+
+    def end_wait(self) -> None:
+        """The main thread is back from such a call, well or not."""
+        self._waiting_since = 0.0
+        base = self._base
+        # In this order: a watcher that sees the old state must not see an old stamp with it.
+        self._words[base + _PROGRESS] = time.monotonic_ns()
+        self._words[base + _STATE] = self._state
+
+    def _enter(self, state: int) -> None:
+        self._state = state
+        self._words[self._base + _PROGRESS] = time.monotonic_ns()
+        self._words[self._base + _STATE] = state
 
     # -- the watch thread ------------------------------------------------------------------------
 
@@ -149,23 +189,28 @@ class Watch:
         while not self._stop.wait(self._interval):
             self._words[self._base + _ALIVE] = time.monotonic_ns()
             since = self._waiting_since
-            if since and time.monotonic() - since > self.timeouts.collective:
-                self._waiting_since = 0.0
-                self.on_collective_timeout(time.monotonic() - since)
+            lasted = time.monotonic() - since
+            if since and since != self._broken_off and lasted > self.timeouts.collective:
+                self._broken_off = since
+                logger.warning("waiting for others for %.1f s: broken off", lasted)
+                self.on_collective_timeout(lasted)
             for index in range(_CAPACITY):
                 if index != self.process and self._words[index * _WORDS + _STATE] != _FREE:
                     self._check(index * _WORDS)
 
     def _check(self, base: int) -> None:
-        alive = self.timeouts.alive
-        if self._unchanged(base, _ALIVE) > alive:
-            self._fence(base, f"gave no sign of life for {alive:g} s")
-        elif self._words[base + _STATE] == _ARMED:
-            progress = self.timeouts.progress
-            if self._unchanged(base, _PROGRESS) > progress:
-                self._fence(base, f"made no progress for {progress:g} s")
-        else:
+        state, times = self._words[base + _STATE], self.timeouts
+        still = self._unchanged(base, _ALIVE)
+        if still > times.alive and (
+            state != _STARTING or still > times.collective or is_stopped(self._words[base + _PID])
+        ):
+            self._fence(base, f"gave no sign of life for {still:.1f} s")
+            return
+        limit = {_ARMED: times.progress, _SLOW: times.collective}.get(state)
+        if limit is None:
             self._seen.pop((base, _PROGRESS), None)
+        elif (still := self._unchanged(base, _PROGRESS)) > limit:
+            self._fence(base, f"made no progress for {still:.1f} s")
 
     def _unchanged(self, base: int, word: int) -> float:
         """Seconds for which this watcher has seen the stamp stand still.
@@ -195,12 +240,24 @@ class Watch:
 
 def born(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None if it is no more."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel does not let the process run: SIGSTOP, or a debugger."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in "Tt"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty if it is no more."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
+            # The command, in parentheses, may hold spaces.
+            return stat.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []
 
 
 def fence(pid: int, started: int) -> bool:

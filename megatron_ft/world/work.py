@@ -136,13 +136,21 @@ class PendingWork(Work):
         """
         with self._lock:
             if not self._done:
-                seconds = timeout.total_seconds()
-                if seconds > 0:
-                    self._poll_until(time.monotonic() + seconds, timeout)
-                self._attempt(self._wait_all)
+                watch = self._group.policy.watch
+                watch.begin_wait()
+                try:
+                    self._wait(timeout)
+                finally:
+                    watch.end_wait()
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, timeout: timedelta) -> None:
+        seconds = timeout.total_seconds()
+        if seconds > 0:
+            self._poll_until(time.monotonic() + seconds, timeout)
+        self._attempt(self._wait_all)
 
     def synchronize(self) -> None:
         self.wait()

@@ -9,6 +9,7 @@ communicator, and raises the epoch. torch's group objects never change.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from megatron_ft.topology import Assignment, Topology
 from megatron_ft.world.derive import GroupKey, rounds
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.link import Link
+from megatron_ft.world.watch import NO_WATCH, NoWatch
 
 logger = logging.getLogger("megatron_ft.world")
 
@@ -71,7 +73,12 @@ class World:
         comm: Holds every process of ``ids``; is duplicated.
         ids: Process id of each rank of ``comm``.
         planner: Decides what a repair does.
+
+    Attributes:
+        watch: Told when this process waits for others.
     """
+
+    watch: NoWatch = NO_WATCH
 
     def __init__(
         self,
@@ -91,6 +98,8 @@ class World:
         assert self.ids[self.comm.rank] == process
         self.active: MPI.Comm | None = None
         self.groups: dict[GroupKey, Group] = {}
+        # The watch thread revokes communicators while the main thread may be replacing them.
+        self._links = threading.Lock()
         self._derive_active(self.comm)
 
     # -- who is who ------------------------------------------------------------------------------
@@ -130,12 +139,15 @@ class World:
         job (docs/design.md), which is why one that fails elsewhere may simply say no here.
         """
         assert self.active is not None
+        self.watch.begin_wait()
         try:
             return self.active.Agree(1 if ok else 0) == 1
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
             return False
+        finally:
+            self.watch.end_wait()
 
     def revoke_active(self) -> None:
         """Free every active process that waits in a vote's or resilient collective's messages."""
@@ -149,11 +161,12 @@ class World:
             pipeline: Point-to-point messages within the replica too. Left alone by a process that
                 has done its whole part of the pipeline, so that its replica can finish.
         """
-        for group in self.groups.values():
-            if group.link.comm is not None:
-                revoke(group.link.comm)
-            if pipeline and group.link.p2p is not None:
-                revoke(group.link.p2p)
+        with self._links:
+            for group in list(self.groups.values()):
+                if group.link.comm is not None:
+                    revoke(group.link.comm)
+                if pipeline and group.link.p2p is not None:
+                    revoke(group.link.p2p)
 
     def revoke_across(self) -> None:
         """Free everyone who waits for this process in a group across replicas."""
@@ -165,6 +178,7 @@ class World:
 
     def needs_repair(self) -> bool:
         """Whether somebody began a repair; for the pool, which takes part in nothing else."""
+        self.watch.tick()
         try:
             self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # MPI hears of it only while inside MPI
         except MPI.Exception as error:
@@ -183,12 +197,14 @@ class World:
         started = time.monotonic()
         before = self.assignment
         known = frozenset(self.ids)
-        for group in self.groups.values():
-            group.drain()
+        with self.watch.waiting():
+            for group in self.groups.values():
+                group.drain()
         revoke(self.comm)
         report = Report(self.process, tuple(self.groups), facts)
         while True:
-            new = quiet(self.comm.Shrink())
+            with self.watch.waiting():
+                new = quiet(self.comm.Shrink())
             outcome, ok = None, True
             try:
                 outcome = self.plan_and_derive(new, before, known, report)
@@ -197,7 +213,8 @@ class World:
                     raise
                 revoke(new)
                 ok = False
-            held = _agree(new, ok)
+            with self.watch.waiting():
+                held = _agree(new, ok)
             self._replace_world(new)
             if held:
                 break
@@ -217,12 +234,14 @@ class World:
     def plan_and_derive(
         self, new: MPI.Comm, before: Assignment, known: frozenset[int], report: Report
     ) -> _Outcome:
-        reports = {r.process: r for r in new.allgather(report)}
+        with self.watch.waiting():
+            reports = {r.process: r for r in new.allgather(report)}
         dead = frozenset(known - set(reports))
         plan = self.planner(before, dead, reports)
         assignment = plan.assignment if plan is not None else before
         mine = assignment.slots_of(self.process)
-        active = _split_active(new, assignment, self.process)
+        with self.watch.waiting():
+            active = _split_active(new, assignment, self.process)
         outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)), active, {})
         links = outcome.links
         for key in self.groups:
@@ -233,25 +252,28 @@ class World:
             part = batch.color(mine)
             color, key = part if part is not None else (MPI.UNDEFINED, None)
             order = _order(key.slots, assignment, self.process) if key is not None else 0
-            comm = new.Split(color, order)
-            if key is None:
-                continue
-            quiet(comm)
-            assert key in self.groups, f"process {self.process}, slots {mine}: no group {key}"
-            p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
+            with self.watch.waiting():
+                comm = new.Split(color, order)
+                if key is None:
+                    continue
+                quiet(comm)
+                assert key in self.groups, f"process {self.process}, slots {mine}: no group {key}"
+                p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
         return outcome
 
     def _install(self, outcome: _Outcome) -> None:
         self.assignment = outcome.assignment
-        old: list[MPI.Comm | None] = [self.active]
-        for key, group in self.groups.items():
-            old += [group.link.comm, group.link.p2p]
-            # Without a slot there is nothing to talk to: the dead link stays and may not be used.
-            group.link = outcome.links.get(key, group.link)
-        self.active = outcome.active
-        for comm in old:
-            free(comm)
+        with self._links:
+            old: list[MPI.Comm | None] = [self.active]
+            for key, group in self.groups.items():
+                old += [group.link.comm, group.link.p2p]
+                # Without a slot there is nothing to talk to: the dead link stays and may not be
+                # used.
+                group.link = outcome.links.get(key, group.link)
+            self.active = outcome.active
+            for comm in old:
+                free(comm)
 
     def _replace_world(self, new: MPI.Comm) -> None:
         # Local arithmetic, not a message: another failure may be under way already.
