@@ -73,11 +73,14 @@ class ResilientPolicy(PlainPolicy):
         self.survives = False
         """Set once training has begun."""
         self.in_transaction = False
+        self.entering = False
+        """Between a process's filling a slot and its first step: the others are elsewhere, so
+        barriers and sums over all of them are not for it."""
 
     # -- groups ----------------------------------------------------------------------------------
 
     def link(self, slots: tuple[int, ...], name: str, number: int) -> Link:
-        process_of = self.processes.assignment.process_of
+        process_of = self.processes.shown.process_of
         members = list(dict.fromkeys(p for slot in slots if (p := process_of[slot]) is not None))
         if members == [self.processes.process]:
             return Link.make(slots, process_of, None)
@@ -96,7 +99,8 @@ class ResilientPolicy(PlainPolicy):
         return comm
 
     def created(self, group: UlfmProcessGroup) -> None:
-        self.processes.groups[group.key] = group
+        # Replaced as a whole: a repair in another thread may be going through it.
+        self.processes.groups = {**self.processes.groups, group.key: group}
 
     def destroyed(self, group: UlfmProcessGroup) -> None:
         super().destroyed(group)
@@ -122,6 +126,9 @@ class ResilientPolicy(PlainPolicy):
                 if async_op:
                     return BrokenWork(broken)
                 raise
+        if self.entering:
+            assert name in ("barrier", "all_reduce"), f"{name} before the first step"
+            return DoneWork(results)
         if self.processes.within_replica(group.key.slots):
             return self._within_replica(group, name, body, buffers, async_op, results)
         return self._across_replicas(group, name, body, buffers, async_op, results)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
 from megatron_ft.world.derive import GroupKey, rounds
 from megatron_ft.world.errors import is_failure
@@ -24,6 +25,8 @@ from megatron_ft.world.link import Link
 from megatron_ft.world.watch import NO_WATCH, NoWatch
 
 logger = logging.getLogger("megatron_ft.world")
+
+_BRIDGE_TAG = 7001
 
 
 class Group(Protocol):
@@ -41,6 +44,8 @@ class Report:
 
     process: int
     groups: tuple[GroupKey, ...] = ()
+    label: int | None = None
+    """The slot for which the groups were made; None for a process without groups."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -94,10 +99,18 @@ class World:
         self.process = process
         self.ids = list(ids)
         self.planner = planner
+        self.next_process = max(self.ids) + 1
+        """Id of the next process that is spawned; ids are never used twice."""
         self.comm = quiet(comm.Dup())
         assert self.ids[self.comm.rank] == process
         self.active: MPI.Comm | None = None
         self.groups: dict[GroupKey, Group] = {}
+        self.label: int | None = self.slots[0] if self.slots else None
+        self.relabel: Callable[[int, int], None] = _cannot_relabel
+        """Makes this process, built for one slot, that of another; set by who built it."""
+        self.boundary_asked = False
+        self.alone: Assignment | None = None
+        """While this process builds for a slot by itself: that slot is all that is served."""
         # The watch thread revokes communicators while the main thread may be replacing them.
         self._links = threading.Lock()
         self._derive_active(self.comm)
@@ -112,6 +125,11 @@ class World:
     def slots(self) -> tuple[int, ...]:
         """The slots that this process serves: none in the pool, two as a MeCeFO neighbour."""
         return self.assignment.slots_of(self.process)
+
+    @property
+    def shown(self) -> Assignment:
+        """The assignment that Megatron's set-up sees: this process alone while it builds."""
+        return self.alone or self.assignment
 
     @property
     def elected(self) -> int:
@@ -132,16 +150,22 @@ class World:
 
     # -- agreement -------------------------------------------------------------------------------
 
-    def agree(self, ok: bool) -> bool:
+    def agree(self, ok: bool, *, boundary: bool = False) -> bool:
         """Whether every active process says ``ok`` and none has died unnoticed; uniform.
 
         All active processes call it in the same order: it is the one sequence of agreements of the
         job (docs/design.md), which is why one that fails elsewhere may simply say no here.
+
+        Args:
+            boundary: Ask everyone for a repair at the next step boundary, without a failure;
+                ``boundary_asked`` tells on every process whether somebody did.
         """
         assert self.active is not None
         self.watch.begin_wait()
         try:
-            return self.active.Agree(1 if ok else 0) == 1
+            agreed = self.active.Agree((1 if ok else 0) | (0 if boundary else 2))
+            self.boundary_asked = self.boundary_asked or not agreed & 2
+            return bool(agreed & 1)
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
@@ -201,8 +225,9 @@ class World:
             for group in self.groups.values():
                 group.drain()
         revoke(self.comm)
-        report = Report(self.process, tuple(self.groups), facts)
         while True:
+            groups = () if self.alone is not None else tuple(self.groups)
+            report = Report(self.process, groups, self.label, facts)
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
             outcome, ok = None, True
@@ -222,6 +247,7 @@ class World:
                 outcome.discard()
         assert outcome is not None
         self._install(outcome)
+        self.boundary_asked = False
         return Repaired(
             epoch=self.epoch,
             dead=outcome.dead,
@@ -240,14 +266,21 @@ class World:
         plan = self.planner(before, dead, reports)
         assignment = plan.assignment if plan is not None else before
         mine = assignment.slots_of(self.process)
+        if mine and self.label is not None and mine[0] != self.label:
+            self.relabel(self.label, mine[0])
+            self.label = mine[0]
         with self.watch.waiting():
             active = _split_active(new, assignment, self.process)
         outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)), active, {})
         links = outcome.links
-        for key in self.groups:
+        for key in self.groups if mine else ():
             if {assignment.process_of[slot] for slot in key.slots} - {None} == {self.process}:
                 links[key] = Link.make(key.slots, assignment.process_of, None)
-        every = [key for r in reports.values() for key in r.groups]
+        every: list[GroupKey] = []
+        for r in reports.values():
+            slots = assignment.slots_of(r.process)
+            if slots and r.label is not None:
+                every += [moved(self.topology, key, r.label, slots[0]) for key in r.groups]
         for batch in rounds(every, assignment.process_of):
             part = batch.color(mine)
             color, key = part if part is not None else (MPI.UNDEFINED, None)
@@ -261,6 +294,27 @@ class World:
                 p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
         return outcome
+
+    def admit(self, leader: int, bridge: MPI.Intracomm | None) -> None:
+        """Take a process that ``leader`` has spawned into the world, as one of the pool.
+
+        Collective over the world, right after a repair; the new process calls ``join``. Open MPI
+        5.0 has a window of a few milliseconds here in which a death ends the survivors too.
+
+        Args:
+            leader: The process that spawned it.
+            bridge: On the leader, what connects it with the new process.
+        """
+        peer = bridge if bridge is not None else MPI.COMM_SELF
+        inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
+        merged = quiet(inter.Merge(False))
+        inter.Free()
+        old, self.comm = self.comm, merged
+        free(old)
+        newcomer = self.next_process
+        self.next_process += 1
+        self.ids = [*self.ids, newcomer]
+        self.assignment = self.assignment.joined([newcomer])
 
     def _install(self, outcome: _Outcome) -> None:
         self.assignment = outcome.assignment
@@ -314,6 +368,18 @@ def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.C
     slots = assignment.slots_of(process)
     part = comm.Split(0 if slots else MPI.UNDEFINED, slots[0] if slots else 0)
     return quiet(part) if slots else None
+
+
+def _cannot_relabel(old: int, new: int) -> None:
+    raise AssertionError(f"a process without groups cannot move from slot {old} to {new}")
+
+
+def join(bridge: MPI.Intracomm) -> MPI.Intracomm:
+    """A spawned process's side of ``World.admit``; returns the world's communicator."""
+    inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
+    merged = quiet(inter.Merge(True))
+    inter.Free()
+    return merged
 
 
 def _order(slots: tuple[int, ...], assignment: Assignment, process: int) -> int:
