@@ -85,6 +85,7 @@ def launch(
     run_dir: Path | None = None,
     timeout: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
+    script: str = "pretrain_llama_ft.py",
 ) -> Run:
     """Run ``pretrain_llama_ft.py`` on the small model and wait for it.
 
@@ -93,12 +94,13 @@ def launch(
         per_replica: Microbatches of a replica in a fault-free step.
         processes: If not one for each slot.
         timeout: Seconds after which the job is killed and the test fails.
+        script: What the ranks run instead.
     """
     slots = tp * pp * dp
     directory = run_dir or Path(tempfile.mkdtemp(prefix="ft-run-"))
     command = [
         *(sys.executable, "-m", "megatron_ft.launcher", "-n", str(processes or slots)),
-        "pretrain_llama_ft.py",
+        script,
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
         *("--global-batch-size", str(per_replica * dp), "--train-iters", str(iters)),
         *("--data-path", data_prefix(), "--ft-run-dir", str(directory)),
