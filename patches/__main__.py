@@ -1,16 +1,18 @@
-"""``python -m megatron_ft.patches [--check WHEEL_DIR]``: what is changed in Megatron, and why."""
+"""``python -m megatron_ft.patches [--check DIR]``: what ties this package to Megatron, and why."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from . import catalogue
-from .registry import check_source
+from .registry import MEGATRON, Patch, Reliance
+from .source import check_source
 
 
 def main() -> int:
@@ -19,35 +21,40 @@ def main() -> int:
         "--check",
         type=Path,
         metavar="DIR",
-        help="check every target against a megatron-core wheel unpacked in DIR, without importing",
+        help="check all of it against a megatron-core wheel unpacked in DIR, without importing",
     )
     arguments = parser.parse_args()
     if arguments.check is not None:
         return _check(arguments.check)
-    table = Table("patch", "kind", "target", "package", "when", "why", title="megatron_ft patches")
-    for area, patches in catalogue.AREAS.items():
-        for patch in patches:
-            table.add_row(
-                patch.name,
-                patch.kind,
-                patch.target,
-                f"{patch.package} {patch.versions}",
-                catalogue.WHEN[area],
-                patch.reason,
-            )
-    Console().print(table)
+    # A pipe has no width of its own, and names cut short are of no use.
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    for area, items in catalogue.AREAS.items():
+        console.print(_table(f"{area}: {catalogue.WHEN[area]}", items))
     return 0
+
+
+def _table(title: str, items: Iterable[Patch | Reliance]) -> Table:
+    table = Table(title=title, title_justify="left", expand=True)
+    for heading in ("name", "kind", "target", "of", "why"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "kind")
+    for item in items:
+        table.add_row(
+            item.name, item.kind, item.target, f"{item.package} {item.versions}", item.reason
+        )
+    return table
 
 
 def _check(root: Path) -> int:
     if not (root / "megatron" / "core").is_dir():
         print(f"{root} holds no unpacked megatron-core wheel (no megatron/core)", file=sys.stderr)
         return 64
-    found = [check_source(patch, root) for patch in catalogue.all_patches()]
-    problems = [problem for problem in found if problem]
+    ours = [item for item in catalogue.everything() if item.package == MEGATRON]
+    problems = [problem for item in ours if (problem := check_source(item, root)) is not None]
     for problem in problems:
         print(problem)
-    print(f"{len(found)} patches checked, {len(problems)} would have to change")
+    print(
+        f"{len(ours)} patches and calls of {MEGATRON} checked, {len(problems)} would have to change"
+    )
     return 1 if problems else 0
 
 

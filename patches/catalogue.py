@@ -1,11 +1,11 @@
-"""The areas of patches and when each is installed."""
+"""The areas of patches, when each is installed, and what is called as it is."""
 
 from __future__ import annotations
 
-from . import cpu_device, faults, observe, recover, ulfm, wheel
-from .registry import Patch
+from . import calls, cpu_device, faults, observe, recover, ulfm, wheel
+from .registry import Patch, Reliance
 
-AREAS: dict[str, tuple[Patch, ...]] = {
+AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "wheel": wheel.PATCHES,
     "cpu": cpu_device.PATCHES,
     "backend": ulfm.BACKEND,
@@ -13,6 +13,7 @@ AREAS: dict[str, tuple[Patch, ...]] = {
     "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,
     "faults": faults.PATCHES,
+    "calls": calls.RELIANCES,
 }
 
 WHEN: dict[str, str] = {
@@ -23,8 +24,14 @@ WHEN: dict[str, str] = {
     "vacancy": "a strategy is on",
     "recover": "a strategy is on",
     "faults": "faults are injected",
+    "calls": "never: called as it is",
 }
 
 
+def everything() -> tuple[Patch | Reliance, ...]:
+    """Every patch and every reliance."""
+    return tuple(item for items in AREAS.values() for item in items)
+
+
 def all_patches() -> tuple[Patch, ...]:
-    return tuple(patch for patches in AREAS.values() for patch in patches)
+    return tuple(item for item in everything() if isinstance(item, Patch))

@@ -32,9 +32,8 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:
         session = _session()
-        session.train_started()
         try:
-            return original(*args, **kwargs)
+            return session.run_train(lambda: original(*args, **kwargs))
         finally:
             session.train_ended()
 

@@ -7,7 +7,6 @@ both, never a silent no-op. Closing puts every original back.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,7 +14,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -53,6 +51,37 @@ class Patch:
     """The distribution that owns the target."""
     versions: str = SUPPORTED_MEGATRON
     """Versions of ``package`` for which this patch was written."""
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.target.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliance:
+    """Something of Megatron that is called or read as it is, so that it must stay as it is.
+
+    Not installed: it is declared to be found by ``python -m megatron_ft.patches --check`` when
+    Megatron changes.
+    """
+
+    name: str
+    """Unique, ``area.what``."""
+    target: str
+    """``package.module:Qualified.name``; an attribute may be one that methods set on self."""
+    reason: str
+    """What it is called for."""
+    positional: tuple[str, ...] = ()
+    """The first parameters, in this order, as they are passed without names."""
+    requires: tuple[str, ...] = ()
+    """Parameters that are passed by name."""
+    package: str = MEGATRON
+    versions: str = SUPPORTED_MEGATRON
+    kind: Literal["call"] = "call"
 
     @property
     def module(self) -> str:
@@ -210,55 +239,3 @@ def parameter_names(function: Any) -> tuple[str, ...] | None:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return None
-
-
-def check_source(patch: Patch, root: Path) -> str | None:
-    """Check ``patch`` against an unpacked wheel at ``root`` without importing it.
-
-    Returns:
-        What does not fit, in words, or None. Only targets of megatron-core can be checked so.
-    """
-    if patch.package != MEGATRON:
-        return None
-    base = root.joinpath(*patch.module.split("."))
-    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    if not path.is_file():
-        return f"{patch.name}: no module {patch.module}"
-    found = _find(ast.parse(path.read_text()).body, patch.qualname.split("."))
-    if patch.kind == "add":
-        return f"{patch.name}: {patch.target} exists already" if found is not None else None
-    if found is None:
-        return f"{patch.name}: {patch.target} does not exist"
-    if isinstance(found, ast.FunctionDef):
-        a = found.args
-        have = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
-        lacking = [p for p in patch.requires if p not in have]
-        if lacking:
-            return (
-                f"{patch.name}: {patch.target} has no parameter {', '.join(lacking)}; "
-                f"it has {', '.join(have)}"
-            )
-    return None
-
-
-def _find(body: list[ast.stmt], path: list[str]) -> ast.AST | None:
-    """The definition, assignment or import that binds ``path`` in a module or class body."""
-    name, *rest = path
-    found: ast.AST | None = None
-    for node in body:
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            inner = list(ast.iter_child_nodes(node))
-            found = _find([n for n in inner if isinstance(n, ast.stmt)], path) or found
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            if not rest:
-                found = node
-            elif isinstance(node, ast.ClassDef):
-                found = _find(node.body, rest) or found
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not rest:
-            if any((alias.asname or alias.name).split(".")[0] == name for alias in node.names):
-                found = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and not rest:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-                found = node
-    return found

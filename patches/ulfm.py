@@ -1,4 +1,4 @@
-"""Where torch and Megatron must be told of vacant slots, and of who speaks when slots are vacant."""
+"""Where torch and Megatron must be told of vacant slots, and of who speaks for them."""
 
 from __future__ import annotations
 
