@@ -1,0 +1,92 @@
+"""``pretrain_llama_ft.py`` with something extra, for tests that must look inside or break it.
+
+``RECOVER_TEST`` names what, separated by commas; production code knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ft import runtime
+from megatron_ft.runtime import main
+
+
+def census() -> None:
+    """Write down, after every step, what this process holds of things that could leak."""
+    import torch.distributed as dist
+
+    from megatron_ft.session import Session
+    from megatron_ft.world import registry
+
+    directory = Path(os.environ["RECOVER_CENSUS"])
+    original = Session.step_begins
+
+    @functools.wraps(original)
+    def step_begins(self: Session) -> Any:
+        process = self.world.process
+        counts = {
+            "epoch": self.epoch,
+            "iteration": self.iteration,
+            "groups": len(registry.live_groups()),
+            "torch_groups": len(dist.distributed_c10d._world.pg_map),
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": len(os.listdir("/proc/self/fd")),
+            "resident": _resident(),
+        }
+        with open(directory / f"census-{process}.jsonl", "a") as file:
+            file.write(json.dumps(counts) + "\n")
+        return original(self)
+
+    Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def _resident() -> int:
+    """Bytes of memory that are this process's own and present."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def leak() -> None:
+    """A group and a file more at each repair."""
+    import torch.distributed as dist
+
+    from megatron_ft.world.world import World
+
+    original = World._install
+    kept = []
+
+    @functools.wraps(original)
+    def install(self: World, outcome: Any) -> None:
+        original(self, outcome)
+        kept.append(os.dup(0))
+        kept.append(dist.new_group([self.label], use_local_synchronization=True))
+
+    World._install = install  # type: ignore[method-assign]
+
+
+EXTRAS: dict[str, Callable[[], None]] = {"census": census, "leak": leak}
+
+
+def _after_start(extras: list[str]) -> None:
+    """Run the extras once this process is connected, before Megatron is imported."""
+    original = runtime._live
+
+    @functools.wraps(original)
+    def live(*args: Any, **kwargs: Any) -> Any:
+        for extra in extras:
+            EXTRAS[extra]()
+        return original(*args, **kwargs)
+
+    runtime._live = live
+
+
+if __name__ == "__main__":
+    _after_start(os.environ["RECOVER_TEST"].split(","))
+    sys.exit(main())
