@@ -92,13 +92,14 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
     Raises:
         RuntimeError: ``op`` is not defined for ``dtype``, in the words of torch's gloo backend.
     """
-    kind = op.op if isinstance(op, ReduceOp) else op
+    # torch makes isinstance say that every RedOpType is a ReduceOp.
+    kind = getattr(op, "op", op)
     key = (kind.value, dtype)
     found = _cache.get(key)
     if found is None:
         found = _cache[key] = _plan(kind, dtype)
     if kind == ReduceOp.PREMUL_SUM:
-        if not isinstance(op, ReduceOp):
+        if kind is op:
             raise RuntimeError("ReduceOp.PREMUL_SUM without a factor")
         return Reduction(found.op, found.wire, found.compute, factor=op.factor)
     return found

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 
-from megatron_ft.world import checks, half, staging
+from megatron_ft.world import checks, staging
 from megatron_ft.world.dtypes import MAX_COUNT, Reduction, reduction
 from megatron_ft.world.work import Pending, merge, settle
 
@@ -116,23 +116,10 @@ def _all_reduce(
     plan: Reduction,
     async_op: bool,
 ) -> Pending | None:
-    real = _real(tensor)
-    if plan.compute != real.dtype and comm is not None and not async_op:
-        _all_reduce_half(group, comm, real, plan)
-        return None
-    pieces = staging.pieces(real, _piece_numel(plan))
+    pieces = staging.pieces(_real(tensor), _piece_numel(plan))
     if len(pieces) == 1:
         return _all_reduce_piece(group, comm, pieces[0], plan, async_op)
     return merge(_all_reduce_piece(group, comm, piece, plan, async_op) for piece in pieces)
-
-
-def _all_reduce_half(
-    group: UlfmProcessGroup, comm: MPI.Intracomm, tensor: torch.Tensor, plan: Reduction
-) -> None:
-    host = staging.outgoing(tensor)
-    for piece in staging.pieces(host.detach().view(-1), _piece_numel(plan)):
-        half.all_reduce(comm, piece, plan, len(group.link.slots))
-    staging.land(host, tensor)
 
 
 def _all_reduce_piece(

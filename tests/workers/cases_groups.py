@@ -77,3 +77,30 @@ def a_group_of_one(s: Side) -> Any:
     listed = [torch.empty(4)]
     dist.all_to_all(listed, [n], group=group)
     return got, parts, whole, output, exchanged, gathered, scattered, n, objects_, future, listed
+
+
+@both
+def older_calls_on_the_group(s: Side) -> Any:
+    """The overloads without options that torch keeps for its own older callers."""
+    group, n = s.world, s.size
+    reduced, one = s.values(4), s.values(4)
+    group.allreduce(reduced).wait()
+    group.allreduce([one], ReduceOp.MAX).wait()
+    rooted, kept = s.values(4), s.values(4)
+    group.broadcast(rooted, 2).wait()
+    group.reduce(kept, 1, ReduceOp.MIN).wait()
+    parts = [torch.empty(4) for _ in range(n)]
+    group.allgather(parts, s.values(4)).wait()
+    output = torch.empty(4)
+    group.reduce_scatter(output, [s.values(4, salt=i) for i in range(n)]).wait()
+    gathered = [torch.empty(4) for _ in range(n)]
+    group.gather(gathered if s.rank == 3 else [], s.values(4), 3).wait()
+    scattered = torch.empty(4)
+    group.scatter(
+        scattered, [s.values(4, salt=i) for i in range(n)] if s.rank == 0 else [], 0
+    ).wait()
+    exchanged = torch.empty(n)
+    group.alltoall_base(exchanged, s.values(n), [], []).wait()
+    group.barrier().wait()
+    at_root = kept if s.rank == 1 else None
+    return reduced, one, rooted, at_root, parts, output, gathered, scattered, exchanged
