@@ -57,6 +57,19 @@ def _before(point: str, counted: bool = False) -> Callable[[Any], Any]:
     return make
 
 
+def _after(point: str) -> Callable[[Any], Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reach_then(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            _reach(point, True)
+            return result
+
+        return reach_then
+
+    return make
+
+
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +121,17 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:maybe_save_dataloader_state",
         _before("save", True),
     ),
-    _patch("written", "megatron.training.checkpointing:generate_state_dict", _before("save", True)),
+    _patch(
+        "save.state",
+        "megatron.training.checkpointing:generate_state_dict",
+        _before("save", True),
+    ),
+    _patch("save.written", "megatron.core.dist_checkpointing:save", _after("save")),
+    _patch(
+        "save.tracker",
+        "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+        _before("save", True),
+    ),
     _patch(
         "repair", "megatron_ft.world.world:World.plan_and_derive", _before("repair", True), OURS
     ),

@@ -35,7 +35,7 @@ POINTS: dict[str, Point] = {
     "optimizer": Point("in the optimizer step"),
     "logging": Point("after the step, while losses and timers are collected"),
     "eval": Point("in an evaluation", "batches of the evaluation"),
-    "save": Point("while a checkpoint is written"),
+    "save": Point("while a checkpoint is written", "stages of the saving that the process does"),
     "repair": Point("during the repair of another fault", "steps of the repair protocol"),
     "join": Point("while a process builds what it needs to join"),
     "pool": Point("idle in the pool, at the first look around in or after the iteration"),
