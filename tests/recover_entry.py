@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def census() -> None:
             "groups": len(registry.live_groups()),
             "torch_groups": len(dist.distributed_c10d._world.pg_map),
             "threads": len(os.listdir("/proc/self/task")),
-            "files": len(os.listdir("/proc/self/fd")),
+            "files": sorted(_open_files()),
             "resident": _resident(),
         }
         with open(directory / f"census-{process}.jsonl", "a") as file:
@@ -45,6 +46,12 @@ def census() -> None:
         return original(self)
 
     Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def _open_files() -> Iterator[str]:
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            yield os.readlink(handle)
 
 
 def _resident() -> int:
@@ -71,7 +78,26 @@ def leak() -> None:
     World._install = install  # type: ignore[method-assign]
 
 
-EXTRAS: dict[str, Callable[[], None]] = {"census": census, "leak": leak}
+def stray() -> None:
+    """Slot 1 once waits in a barrier of all, in the middle of step 3, where nobody meets it."""
+    import torch.distributed as dist
+
+    from megatron_ft.transaction import StepTransaction
+
+    original = StepTransaction._before
+    strayed = []
+
+    @functools.wraps(original)
+    def before(self: StepTransaction, microbatch: int) -> None:
+        original(self, microbatch)
+        if self.iteration == 3 and self.world.slots == (1,) and not strayed:
+            strayed.append(microbatch)
+            dist.barrier()
+
+    StepTransaction._before = before  # type: ignore[method-assign]
+
+
+EXTRAS: dict[str, Callable[[], None]] = {"census": census, "leak": leak, "stray": stray}
 
 
 def _after_start(extras: list[str]) -> None:
