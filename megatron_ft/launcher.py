@@ -5,7 +5,7 @@
 Runs the script in N processes under mpirun with every flag that fault tolerance needs, on this
 host, on the hosts of ``--hostfile``, or in a Slurm allocation. Exit code: the job's own when it
 has written one (0 finished, 75 no way to go on), whatever died on the way; 64 for a launch that
-cannot work; 128 + N when signal N ended the job; else mpirun's.
+cannot work; 128 + N when signal N ended the job; else mpirun's, or that of the last dead rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ft.world.environment import LAUNCHED, PRRTE_VERSION, STATUS_FILE, read_exit_code
+from megatron_ft.world.environment import (
+    LAUNCHED,
+    PRRTE_VERSION,
+    STATUS_FILE,
+    read_deaths,
+    read_exit_code,
+)
 from megatron_ft.world.mpirun import Job, LaunchError, find_mpirun, mpirun_command
 from megatron_ft.world.supervise import supervise
 
@@ -73,7 +79,12 @@ def run(launch: Launch) -> int:
             {**launch.environment, STATUS_FILE: str(status_file)},
             grace=launch.grace,
         )
-        code = exit_code(read_exit_code(status_file), end.returncode, end.stopped_by)
+        code = exit_code(
+            read_exit_code(status_file),
+            end.returncode,
+            end.stopped_by,
+            read_deaths(status_file),
+        )
     finally:
         shutil.rmtree(folder)
     if code != 0:
@@ -82,19 +93,24 @@ def run(launch: Launch) -> int:
     return code
 
 
-def exit_code(written: int | None, mpirun: int, stopped_by: signal.Signals | None) -> int:
+def exit_code(
+    written: int | None, mpirun: int, stopped_by: signal.Signals | None, deaths: Sequence[int]
+) -> int:
     """The launcher's exit code.
 
     Args:
         written: What the job wrote; it alone knows whether the deaths were survived.
-        mpirun: mpirun's code, negative for the signal that killed it.
+        mpirun: mpirun's code, negative for the signal that killed it; it is 0 if all ranks died.
         stopped_by: The signal that was passed on to the ranks.
+        deaths: The exit codes of the ranks that died.
     """
     if written is not None:
         return written
     if stopped_by is not None:
         return 128 + stopped_by
-    return 128 - mpirun if mpirun < 0 else mpirun
+    if mpirun != 0:
+        return 128 - mpirun if mpirun < 0 else mpirun
+    return deaths[-1] if deaths else 0
 
 
 def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Launch:

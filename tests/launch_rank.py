@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from mpi4py import MPI
 
 from megatron_ft.world.environment import FROM_OPEN_MPI, rank_environment, write_exit_code
@@ -84,7 +85,8 @@ def wait(stop_politely: bool) -> NoReturn:
         signal.signal(number, lambda n, _: got.append(n))
     # A helper process in a session of its own, as an uploader would be.
     helper = subprocess.Popen(["sleep", "120"], start_new_session=True)
-    report(str(rank), helper=helper.pid, mpirun=os.getppid())
+    mpirun = next(p.pid for p in psutil.Process().parents() if p.name() == "prterun")
+    report(str(rank), helper=helper.pid, mpirun=mpirun)
     until = time.monotonic() + 60
     while time.monotonic() < until:
         time.sleep(0.05)

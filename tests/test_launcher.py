@@ -121,21 +121,26 @@ def test_a_launch_that_cannot_work_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("written", "mpirun", "stopped_by", "expected"),
+    ("written", "mpirun", "stopped_by", "deaths", "expected"),
     [
-        (0, 137, None, 0),  # a death was survived
-        (75, 0, None, 75),
-        (0, 1, signal.SIGTERM, 0),  # saved and finished when asked to
-        (None, 0, None, 0),
-        (None, 3, None, 3),
-        (None, -9, None, 137),  # mpirun itself was killed
-        (None, 1, signal.SIGINT, 130),
+        (0, 137, None, [137], 0),  # a death was survived
+        (75, 0, None, [], 75),
+        (0, 1, signal.SIGTERM, [], 0),  # saved and finished when asked to
+        (None, 0, None, [], 0),
+        (None, 3, None, [], 3),
+        (None, -9, None, [], 137),  # mpirun itself was killed
+        (None, 1, signal.SIGINT, [130], 130),
+        (None, 0, None, [137, 1], 1),  # mpirun takes the death of all for survived
     ],
 )
 def test_exit_code(
-    written: int | None, mpirun: int, stopped_by: signal.Signals | None, expected: int
+    written: int | None,
+    mpirun: int,
+    stopped_by: signal.Signals | None,
+    deaths: list[int],
+    expected: int,
 ) -> None:
-    assert exit_code(written, mpirun, stopped_by) == expected
+    assert exit_code(written, mpirun, stopped_by, deaths) == expected
 
 
 def test_rank_environment_under_mpirun_overrides_what_was_there() -> None:
@@ -257,8 +262,12 @@ def test_the_job_says_that_it_gave_up(tmp_path: Path) -> None:
     assert done.returncode == 75, done.stderr
 
 
-def test_without_a_word_from_the_job_mpiruns_code_counts(tmp_path: Path) -> None:
+def test_a_job_that_says_nothing_and_lost_its_ranks_has_failed(tmp_path: Path) -> None:
     assert launch("-n", "2", RANK, "exit-without-word", str(tmp_path)).returncode == 3
+    crashed = launch("-n", "2", RANK, "no-such-case", str(tmp_path))
+    assert crashed.returncode == 1
+    assert "KeyError: 'no-such-case'" in crashed.stderr
+    assert launch("-n", "2", "sh", "-c", "exit 64").returncode == 64
     assert launch("-n", "2", "true").returncode == 0
 
 

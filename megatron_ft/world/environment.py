@@ -14,6 +14,8 @@ from pathlib import Path
 
 STATUS_FILE = "MEGATRON_FT_STATUS_FILE"
 """Path of the file through which the job tells the launcher its exit code."""
+DEATHS_SUFFIX = ".deaths"
+"""Beside the status file: the exit code of each rank that died, one a line, oldest first."""
 LAUNCHED = "MEGATRON_FT_LAUNCHED"
 """Set by the launcher: mpirun has every flag that fault tolerance needs."""
 PRRTE_VERSION = "MEGATRON_FT_PRRTE_VERSION"
@@ -67,3 +69,12 @@ def read_exit_code(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return int(json.loads(text)["exit_code"])
+
+
+def read_deaths(status_file: Path) -> list[int]:
+    """Exit codes of the ranks that died, 128 + N for signal N, oldest first."""
+    try:
+        text = status_file.with_name(status_file.name + DEATHS_SUFFIX).read_text()
+    except FileNotFoundError:
+        return []
+    return [int(line) for line in text.split()]

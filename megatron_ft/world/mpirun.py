@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.world.environment import DEATHS_SUFFIX, STATUS_FILE
+
 EXCLUDED_COLLECTIVES = ("hcoll", "portals4", "han", "cuda", "sm", "inter", "sync")
 """Collective components that crash or were never tested after a failure.
 
@@ -112,10 +114,13 @@ def _prrte_version(mpirun: Path) -> str:
 
 # PRRTE reports a process that died of a signal, or that left with code 0, to the others, but not
 # one that left with another code: they would wait for it for ever. So each rank has a parent that
-# turns such an exit into a signal. Codes of a job that ends as a whole pass.
+# turns such an exit into a signal. Codes of a job that ends as a whole pass. mpirun counts every
+# death as survived, so the codes are kept: a job that says nothing and lost ranks has not ended
+# well. The shell's own stderr is closed, for it would print "Killed" at each death.
 GUARD = (
-    "trap : HUP INT TERM USR1 USR2; \"$@\"; code=$?; "
-    "case $code in 0|64|75) exit $code;; esac; kill -KILL $$"
+    'trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); code=$?; '
+    "case $code in 0|64|75) exit $code;; esac; "
+    f'[ -z "${STATUS_FILE}" ] || echo $code >> "${STATUS_FILE}{DEATHS_SUFFIX}"; kill -KILL $$'
 )
 
 

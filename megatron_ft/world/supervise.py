@@ -149,7 +149,7 @@ class _Stop:
                 )
                 # mpirun answers these signals by killing its ranks, so they get them from here.
                 for rank in _local_ranks(self._mpirun.pid):
-                    _send(rank, number)
+                    _send_to_group(rank.pid, number)
             else:
                 overdue = True
         if not overdue:
@@ -226,6 +226,14 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return  # it has ended already, which is what the signal asks for
+
+
+def _send_to_group(leader: int, number: signal.Signals) -> None:
+    """mpirun makes each rank the leader of a process group: the guard, the program, its workers."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        return
 
 
 def _say(text: str) -> None:
