@@ -12,7 +12,7 @@ READY=$VENV/.ready           # holds the fingerprint of what was installed
 UNFINISHED=$VENV/.unfinished # holds "making" or "updating" while that is under way
 
 # The folder is part of it: a moved checkout's venv points at the old place.
-fingerprint=$({ cat setup.py pyproject.toml constraints.txt && pwd; } | cksum)
+fingerprint=$({ cat setup.py constraints.txt && pwd; } | cksum)
 if [ "$(cat "$READY" 2>/dev/null)" = "$fingerprint" ] && $VENV/bin/python -c '' 2>/dev/null; then
     exit 0
 fi
