@@ -46,15 +46,35 @@ class ReplicaLost(Exception):
     """
 
 
-def is_failure(error: MPI.Exception) -> bool:
-    """Whether ``error`` says that a process failed, rather than that the call was wrong."""
-    return error.Get_error_class() in FAILURE_CLASSES
+def is_failure(error: MPI.Exception, comm: MPI.Comm | None = None) -> bool:
+    """Whether ``error`` says that a process failed, rather than that the call was wrong.
+
+    Args:
+        comm: Where it happened, if known. Nonblocking collectives of Open MPI report a revoked
+            communicator as MPI_ERR_OTHER, so an error on a broken one counts as its failure.
+    """
+    if error.Get_error_class() in FAILURE_CLASSES:
+        return True
+    return comm is not None and comm != MPI.COMM_NULL and is_broken(comm)
 
 
-def translate(error: MPI.Exception, op: str, group: str) -> RuntimeError:
+def is_broken(comm: MPI.Comm) -> bool:
+    """Whether ``comm`` is revoked or has a member that is known here to have failed."""
+    if comm.Is_revoked():
+        return True
+    failed = comm.Get_failed()
+    try:
+        return failed.size > 0
+    finally:
+        failed.Free()
+
+
+def translate(
+    error: MPI.Exception, op: str, group: str, comm: MPI.Comm | None = None
+) -> RuntimeError:
     """The exception to raise for an MPI error: ``WorldBroken`` for a failed process."""
     text = error.Get_error_string()
-    if is_failure(error):
+    if is_failure(error, comm):
         return WorldBroken(op, group, text)
     return RuntimeError(f"{op} on group {group!r}: {text}")
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Work
 from megatron_ft.world import checks, staging
 from megatron_ft.world.dtypes import MAX_COUNT, copy_type
 from megatron_ft.world.link import Link
-from megatron_ft.world.work import Pending, merge, settle
+from megatron_ft.world.work import Pending, merge, nothing, settle
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup
@@ -125,7 +125,7 @@ def gather(
                 return None  # The root's own process serves another slot here: it keeps nothing.
             call = comm.Igather if async_op else comm.Gather
             request = call(staging.view(source, copy_type(source)), None, at)
-            return settle((request,), _nothing, (source,))
+            return settle((request,), nothing, (source,))
         served = _first_parts(link, outputs)
         host = staging.flat_incoming(served)
         requests = []
@@ -406,7 +406,3 @@ def _fill_others(link: Link, parts: Sequence[torch.Tensor]) -> None:
             part.detach().zero_()
         elif link.group_rank(rank) != i:
             part.detach().copy_(parts[link.group_rank(rank)])
-
-
-def _nothing() -> None:
-    pass

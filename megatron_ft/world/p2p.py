@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Work
 from megatron_ft.world import staging
 from megatron_ft.world.dtypes import copy_type
 from megatron_ft.world.errors import WorldBroken, guard
-from megatron_ft.world.work import Pending
+from megatron_ft.world.work import Pending, nothing
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup
@@ -38,7 +38,7 @@ def send(group: UlfmProcessGroup, tensor: torch.Tensor, to: int, tag: int) -> Wo
         peer = _peer(group, "send", to)
         host = staging.outgoing(tensor)
         request = group.messages().Isend(staging.view(host, copy_type(host)), peer, tag)
-        return Pending([request], _nothing, (tensor, host))
+        return Pending([request], nothing, (tensor, host))
 
     return group.policy.run(group, "send", body, (), True, (tensor,))
 
@@ -67,7 +67,7 @@ def barrier(group: UlfmProcessGroup) -> Work:
     """
 
     def body(comm: MPI.Intracomm | None) -> Pending | None:
-        return None if comm is None else Pending([comm.Ibarrier()], _nothing)
+        return None if comm is None else Pending([comm.Ibarrier()], nothing)
 
     return group.policy.run(group, "barrier", body, (), True)
 
@@ -129,7 +129,3 @@ def _by(deadline: float, request: MPI.Request) -> bool:
             return False
         time.sleep(1e-3)
     return True
-
-
-def _nothing() -> None:
-    pass

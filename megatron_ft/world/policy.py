@@ -101,15 +101,19 @@ class PlainPolicy:
             RuntimeError: MPI refused the operation.
         """
         self.watch.begin_wait()
+        comm = group.link.comm
         try:
-            pending = body(group.link.comm)
+            pending = body(comm)
         except MPI.Exception as error:
-            raise translate(error, name, group.group_name) from error
+            raise translate(error, name, group.group_name, comm) from error
         finally:
             self.watch.end_wait()
         if pending is None:
             return DoneWork(results)
-        return group.track(PendingWork(group, name, pending, results))
+        work = group.track(PendingWork(group, name, pending, results))
+        if pending.error is not None:
+            raise translate(pending.error, name, group.group_name, comm) from pending.error
+        return work
 
     def _communicator(self, slots: tuple[int, ...], number: int) -> MPI.Intracomm | None:
         if len(slots) == 1:

@@ -6,7 +6,7 @@ process that serves several slots contributes once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,10 +130,10 @@ def _all_reduce_piece(
     async_op: bool,
 ) -> Pending | None:
     host = _load(tensor, plan)
-    requests = []
+    requests: Iterable[MPI.Request | None] = ()
     if comm is not None:
         call = comm.Iallreduce if async_op else comm.Allreduce
-        requests = [call(MPI.IN_PLACE, span, plan.op) for span in _spans(host, plan)]
+        requests = (call(MPI.IN_PLACE, span, plan.op) for span in _spans(host, plan))
 
     def finish() -> None:
         _store(host, tensor, plan, len(group.link.slots))
@@ -152,12 +152,12 @@ def _reduce(
     """Reduce to rank ``root`` of ``comm``."""
     at_root = comm is None or comm.rank == root
     host = _load(tensor, plan, keep=not at_root)
-    requests = []
+    requests: Iterable[MPI.Request | None] = ()
     if comm is not None:
         call = comm.Ireduce if async_op else comm.Reduce
-        for span in _spans(host, plan):
-            ends = (MPI.IN_PLACE, span) if at_root else (span, None)
-            requests.append(call(*ends, plan.op, root))
+        spans = _spans(host, plan)
+        ends = [(MPI.IN_PLACE, span) if at_root else (span, None) for span in spans]
+        requests = (call(*end, plan.op, root) for end in ends)
 
     def finish() -> None:
         if at_root:
@@ -204,17 +204,17 @@ def _reduce_scatter(
     if host.dtype != source.dtype or staging.overlap(host, source):
         host = staging.buffer(output, source.dtype)
     counts = [output.numel()] * size if len(parts) == 1 else [part.numel() for part in parts]
-    requests = []
+    requests: Iterable[MPI.Request | None] = ()
     if comm is None:
         host.copy_(source.view(host.shape))
     elif source.numel() > MAX_COUNT:
         requests = _reduce_each(comm, source, host, counts, plan, async_op)
     elif len(set(counts)) == 1:
         block = comm.Ireduce_scatter_block if async_op else comm.Reduce_scatter_block
-        requests = [block(_one(source, plan), _one(host, plan), plan.op)]
+        requests = (block(_one(source, plan), _one(host, plan), plan.op),)
     else:
         uneven = comm.Ireduce_scatter if async_op else comm.Reduce_scatter
-        requests = [uneven(_one(source, plan), _one(host, plan), counts, plan.op)]
+        requests = (uneven(_one(source, plan), _one(host, plan), counts, plan.op),)
 
     def finish() -> None:
         _store(host, output, plan, size)
@@ -229,18 +229,14 @@ def _reduce_each(
     counts: Sequence[int],
     plan: Reduction,
     async_op: bool,
-) -> list[MPI.Request | None]:
+) -> Iterator[MPI.Request | None]:
     """Reduce part after part, each at its owner: for more elements than one call can count."""
     call = comm.Ireduce if async_op else comm.Reduce
-    requests = []
     for owner, part in enumerate(source.view(-1).split(list(counts))):
         sends = staging.spans(part, plan.wire)
-        if comm.rank == owner:
-            kept = staging.spans(host, plan.wire)
-            requests += [call(s, k, plan.op, owner) for s, k in zip(sends, kept, strict=True)]
-        else:
-            requests += [call(s, None, plan.op, owner) for s in sends]
-    return requests
+        kept = staging.spans(host, plan.wire) if comm.rank == owner else [None] * len(sends)
+        for send, keep in zip(sends, kept, strict=True):
+            yield call(send, keep, plan.op, owner)
 
 
 def _piece_numel(plan: Reduction) -> int:

@@ -27,19 +27,32 @@ class Pending:
     Holds every host buffer that MPI still reads or writes.
     """
 
-    __slots__ = ("finish", "held", "requests", "source")
+    __slots__ = ("error", "finish", "held", "requests", "source")
 
     def __init__(
         self,
         requests: list[MPI.Request],
         finish: Callable[[], None],
         held: Sequence[torch.Tensor] = (),
+        error: MPI.Exception | None = None,
     ) -> None:
         self.requests = requests
         self.finish = finish
         self.held = held
+        self.error = error
+        """Why the operation could not be started as a whole: these requests go nowhere."""
         self.source: int | None = None
         """Rank in the communicator of the sender of the last message."""
+
+    def release(self) -> None:
+        """Let go of buffers and tensors once nothing is in flight."""
+        self.requests = []
+        self.finish = nothing
+        self.held = ()
+
+
+def nothing() -> None:
+    """What is to be done after an operation that leaves nothing to do."""
 
 
 def settle(
@@ -47,8 +60,21 @@ def settle(
     finish: Callable[[], None],
     held: Sequence[torch.Tensor] = (),
 ) -> Pending | None:
-    """What a body returns: ``finish`` done now if nothing is in flight (blocking calls)."""
-    flying = [request for request in requests if request is not None]
+    """What a body returns: ``finish`` done now if nothing is in flight (blocking calls).
+
+    Args:
+        requests: Makes one MPI call for each item, when asked for it: if a call fails while earlier
+            ones are in flight, these and their buffers must not be lost.
+    """
+    flying = []
+    try:
+        for request in requests:
+            if request is not None:
+                flying.append(request)
+    except MPI.Exception as error:
+        if not flying:
+            raise
+        return Pending(flying, finish, held, error)
     if flying:
         return Pending(flying, finish, held)
     finish()
@@ -56,8 +82,24 @@ def settle(
 
 
 def merge(parts: Iterable[Pending | None]) -> Pending | None:
-    """One ``Pending`` for several operations; their ``finish`` run in order."""
-    flying = [part for part in parts if part is not None]
+    """One ``Pending`` for several operations; their ``finish`` run in order.
+
+    Args:
+        parts: Starts one operation for each item, when asked for it.
+    """
+    flying: list[Pending] = []
+    error = None
+    try:
+        for part in parts:
+            if part is not None:
+                flying.append(part)
+                if part.error is not None:
+                    error = part.error
+                    break
+    except MPI.Exception as caught:
+        if not flying:
+            raise
+        error = caught
     if not flying:
         return None
 
@@ -66,7 +108,7 @@ def merge(parts: Iterable[Pending | None]) -> Pending | None:
             part.finish()
 
     requests = [request for part in flying for request in part.requests]
-    return Pending(requests, finish, [tensor for part in flying for tensor in part.held])
+    return Pending(requests, finish, [tensor for part in flying for tensor in part.held], error)
 
 
 class DoneWork(Work):
@@ -121,9 +163,12 @@ class PendingWork(Work):
         super().__init__()
         self._group = group
         self._op = op
+        self._comm = group.link.comm
         self._pending = pending
         self._results = results
         self._error: Exception | None = None
+        if pending.error is not None:
+            self._error = self._translated(pending.error)
         self._done = False
         self._lock = threading.Lock()
 
@@ -211,8 +256,7 @@ class PendingWork(Work):
             if not over():
                 return False
         except MPI.Exception as error:
-            self._error = translate(error, self._op, self._group.group_name)
-            self._error.__cause__ = error
+            self._error = self._translated(error)
             # Requests behind the failed one may still write: they stay tracked until drained.
             if not isinstance(self._error, WorldBroken):
                 self._retire()
@@ -249,8 +293,14 @@ class PendingWork(Work):
                 )
             time.sleep(0)
 
+    def _translated(self, error: MPI.Exception) -> RuntimeError:
+        translated = translate(error, self._op, self._group.group_name, self._comm)
+        translated.__cause__ = error
+        return translated
+
     def _retire(self) -> None:
         self._done = True
+        self._pending.release()
         self._group.forget(self)
 
 

@@ -93,7 +93,7 @@ def older_calls_on_the_group(s: Side) -> Any:
     group.allgather(parts, s.values(4)).wait()
     output = torch.empty(4)
     group.reduce_scatter(output, [s.values(4, salt=i) for i in range(n)]).wait()
-    gathered = [torch.empty(4) for _ in range(n)]
+    gathered = [torch.zeros(4) for _ in range(n)]
     group.gather(gathered if s.rank == 3 else [], s.values(4), 3).wait()
     scattered = torch.empty(4)
     group.scatter(
