@@ -97,7 +97,73 @@ def stray() -> None:
     StepTransaction._before = before  # type: ignore[method-assign]
 
 
-EXTRAS: dict[str, Callable[[], None]] = {"census": census, "leak": leak, "stray": stray}
+def full_disk() -> None:
+    """From step 3 on slot 2 can write small files only, as if its disk were full."""
+    from megatron_ft.session import Session
+
+    original = Session.step_begins
+
+    @functools.wraps(original)
+    def step_begins(self: Session) -> Any:
+        if self.args.curr_iteration == 2 and self.world.slots == (2,):
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        return original(self)
+
+    Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def no_restore() -> None:
+    """Buckets that were reduced with the dead are taken for local gradients."""
+    from megatron_ft.recover.buckets import BucketSnapshots
+
+    def restore(self: BucketSnapshots, epoch: int) -> int:
+        self.drop()
+        return 0
+
+    BucketSnapshots.restore = restore  # type: ignore[method-assign]
+
+
+def no_forget() -> None:
+    """A replica keeps what it has accumulated where it should begin from nothing."""
+    from megatron_ft.recover.policy_workload import PolicyWorkload
+
+    PolicyWorkload.forgets = lambda self, replica: False  # type: ignore[method-assign]
+
+
+def no_scaler() -> None:
+    """What a broken attempt did to the loss scale stays."""
+    from megatron_ft.transaction import StepTransaction
+
+    StepTransaction._restore_scalers = lambda self: None  # type: ignore[method-assign]
+
+
+def no_waits() -> None:
+    """A process that waits for others does not say so."""
+    from megatron_ft.world.watch import NoWatch, Watch
+
+    Watch.begin_wait = NoWatch.begin_wait  # type: ignore[method-assign]
+    Watch.end_wait = NoWatch.end_wait  # type: ignore[method-assign]
+
+
+def no_compact() -> None:
+    """Checkpoints are written as if all slots were served."""
+    from megatron_ft.recover import saving
+
+    saving.compact = lambda world: contextlib.nullcontext()  # type: ignore[assignment]
+
+
+EXTRAS: dict[str, Callable[[], None]] = {
+    "census": census,
+    "full-disk": full_disk,
+    "leak": leak,
+    "no-compact": no_compact,
+    "no-forget": no_forget,
+    "no-restore": no_restore,
+    "no-scaler": no_scaler,
+    "no-waits": no_waits,
+    "stray": stray,
+}
 
 
 def _after_start(extras: list[str]) -> None:
