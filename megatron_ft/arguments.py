@@ -7,9 +7,15 @@ Megatron's own parser, whose help and checks cover them too.
 from __future__ import annotations
 
 import argparse
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ft.validation import FtArgumentError as FtArgumentError
+from megatron_ft.validation import validate as validate
+from megatron_ft.validation import validate_early
 
 LLAMA_DEFAULTS: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -39,10 +45,6 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 EXIT_BAD_FLAGS = 64
 EXIT_NO_WAY_ON = 75
-
-
-class FtArgumentError(ValueError):
-    """Flags that cannot work together; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,30 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
         "(the paper's): a spare's own next samples count instead",
     )
     add(
+        "--ft-spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="of the processes, so many wait in the pool to take a slot when one falls vacant",
+    )
+    add(
+        "--ft-spare-warm",
+        action="store_true",
+        help="waiting processes build a stage beforehand, so that they can take its slot at once",
+    )
+    add(
+        "--ft-respawn",
+        action="store_true",
+        help="start a new process for each one that died; it takes its slot when it is ready",
+    )
+    add(
+        "--ft-respawn-limit",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="how many processes the job starts at the most",
+    )
+    add(
         "--ft-watch-timeout",
         type=float,
         default=10.0,
@@ -140,7 +166,7 @@ def early(argv: Sequence[str]) -> Early:
     """Read what is needed before torch is imported.
 
     Raises:
-        FtArgumentError: A flag is malformed.
+        FtArgumentError: A flag is malformed, or flags do not go together.
     """
 
     class Parser(argparse.ArgumentParser):
@@ -155,6 +181,7 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--distributed-backend", default=None)
     options, _ = parser.parse_known_args(list(argv))
+    validate_early(options)
     return Early(
         tensor=options.tensor_model_parallel_size,
         pipeline=options.pipeline_model_parallel_size,
@@ -184,6 +211,7 @@ def provider(
         action = parser._option_string_actions["--distributed-backend"]
         action.choices = [*(action.choices or ()), "ulfm"]
         action.default = default_backend
+        parser.error = _refuse  # type: ignore[method-assign,assignment]
         _set_defaults(parser, LLAMA_DEFAULTS)
         if not has_gpu:
             _set_defaults(parser, CPU_DEFAULTS | {"attention_backend": AttnBackend.unfused})
@@ -195,61 +223,41 @@ def provider(
     return extra_args_provider
 
 
+def _refuse(message: str) -> NoReturn:
+    raise FtArgumentError(f"{message} (--help lists all flags)")
+
+
+def parse(**of_provider: Any) -> Any:
+    """Megatron's and our flags, checked by both.
+
+    Args:
+        of_provider: As ``provider`` takes them.
+
+    Raises:
+        FtArgumentError: What Megatron asserts of its flags, or we of ours, does not hold.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    try:
+        args = parse_and_validate_args(extra_args_provider=provider(**of_provider))
+    except FtArgumentError:
+        raise
+    except (AssertionError, ValueError, OSError) as error:
+        raise FtArgumentError(f"Megatron refuses the flags: {_words(error)}") from error
+    validate(args)
+    return args
+
+
+def _words(error: Exception) -> str:
+    """The message of an error, or the condition of an assertion that has none."""
+    if str(error):
+        return str(error)
+    *_, where = traceback.extract_tb(error.__traceback__)
+    return f"{where.line} ({Path(where.filename).name}:{where.lineno})"
+
+
 def _set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
     known = {action.dest for action in parser._actions}
     missing = sorted(set(defaults) - known)
     assert not missing, f"Megatron has no flags {missing}: the defaults need a look"
     parser.set_defaults(**defaults)
-
-
-def validate(args: Any) -> None:
-    """Check Megatron's flags against the strategies that are on, before anything is built.
-
-    Raises:
-        FtArgumentError: They cannot work together.
-    """
-    if not args.ft_recover:
-        return
-    refuse = [
-        (
-            args.use_distributed_optimizer,
-            "--ft-recover needs the whole optimizer state on every replica: with "
-            "--use-distributed-optimizer a lost process takes its shard along. Leave out one",
-        ),
-        (
-            args.use_torch_fsdp2 or args.use_megatron_fsdp,
-            "--ft-recover needs whole parameters on every replica: leave out FSDP",
-        ),
-        (
-            args.virtual_pipeline_model_parallel_size is not None,
-            "--ft-recover supports 1F1B and no pipelining: leave out the interleaved schedule "
-            "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank)",
-        ),
-        (
-            bool(args.num_experts),
-            "--ft-recover does not support mixture of experts: leave out --num-experts",
-        ),
-        (
-            args.data_parallel_size < 2,
-            "--ft-recover needs at least two replicas: start more processes, or lower the "
-            "tensor- or pipeline-parallel size",
-        ),
-        (
-            args.dataloader_type != "external",
-            "--ft-recover reads samples by microbatch id: leave out --dataloader-type",
-        ),
-        (
-            args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
-            "--ft-recover sums the same number of microbatches in every step: leave out "
-            "--rampup-batch-size and --step-batch-size-schedule",
-        ),
-        (args.async_save, "--ft-recover does not support --async-save: leave it out"),
-        (
-            args.distributed_backend != "ulfm",
-            "--ft-recover needs collectives that survive: leave out --distributed-backend and "
-            "start with megatron-ft-run",
-        ),
-    ]
-    for wrong, message in refuse:
-        if wrong:
-            raise FtArgumentError(message)

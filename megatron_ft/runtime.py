@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatron_ft.world.environment import rank_environment, write_exit_code
 
 logger = logging.getLogger("megatron_ft")
 
-POOL_INTERVAL_S = 0.02
+BOOT_PATIENCE_S = 600.0
 
 
 def main(program_start: float | None = None) -> int:
@@ -68,6 +70,12 @@ class Job:
         self.watch: Any = None
         self.slot: int | None = int(os.environ["RANK"])
         self.session: Any = None
+        self.boot: dict[str, Any] | None = None
+        """In a spawned process, what its parent told it of the world."""
+
+    def decide(self, before: Any, dead: frozenset[int], reports: Any) -> Any:
+        """The planner of the world: what all processes know, they decide alike."""
+        return self.session.membership.decide(before, dead, reports)
 
 
 def _start(early: Early) -> Job:
@@ -79,7 +87,7 @@ def _start(early: Early) -> Job:
     under_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     backend = early.backend or ("ulfm" if under_mpi else "gloo")
     if int(os.environ["WORLD_SIZE"]) > 1 or early.strategy:
-        if backend == "ulfm":
+        if backend == "ulfm" and not _is_spawned():
             from megatron_ft.world.preflight import preflight
 
             preflight()
@@ -94,48 +102,64 @@ def _start(early: Early) -> Job:
     return job
 
 
-def _connect(job: Job) -> None:
+def _is_spawned() -> bool:
+    """Whether another process of the job started this one, with what preflight asks for."""
     from mpi4py import MPI
 
+    return bool(MPI.Comm.Get_parent() != MPI.COMM_NULL)
+
+
+def _connect(job: Job) -> None:
+    """Make the world of this process: from the launch, or from the one that spawned it."""
+    from mpi4py import MPI
+
+    from megatron_ft.rejoin import spawn
     from megatron_ft.topology import Topology, initial_assignment
-    from megatron_ft.world.world import World
+    from megatron_ft.world.world import World, join
 
     early, comm = job.early, MPI.COMM_WORLD
-    num_slots = early.num_slots or comm.size
-    if num_slots % early.replica_size:
-        raise FtArgumentError(
-            f"{num_slots} slots are no multiple of a replica of {early.replica_size} (tensor "
-            f"{early.tensor} x pipeline {early.pipeline} x context {early.context}): change -n or "
-            "a parallel size"
+    bridge = spawn.parent()
+    if bridge is not None:
+        _import_everything()
+        job.boot = spawn.wait_for_boot(bridge, BOOT_PATIENCE_S)
+        joined = join(bridge)
+        bridge.Free()
+        boot = job.boot
+        ids = [*boot["ids"], boot["process"]]
+        assignment = boot["assignment"].joined([boot["process"]])
+        job.world = World(
+            boot["topology"], assignment, boot["process"], joined, ids, job.decide, fresh=False
         )
-    if num_slots > comm.size and not early.strategy:
-        raise FtArgumentError("--ft-world-size above the number of processes needs --ft-recover")
-    topology = Topology(
-        tensor=early.tensor,
-        pipeline=early.pipeline,
-        data=num_slots // early.replica_size,
-        context=early.context,
-        order=early.order,  # type: ignore[arg-type]  # one of the two by construction
-    )
-    assignment = initial_assignment(topology, range(comm.size))
-    job.world = World(topology, assignment, comm.rank, comm, range(comm.size), _planner(job))
+    else:
+        num_slots = early.num_slots or comm.size - early.options.ft_spares
+        if num_slots < 1 or num_slots % early.replica_size:
+            raise FtArgumentError(
+                f"{num_slots} slots are no multiple of a replica of {early.replica_size} (tensor "
+                f"{early.tensor} x pipeline {early.pipeline} x context {early.context}): change "
+                "-n, --ft-spares or a parallel size"
+            )
+        if num_slots != comm.size and not early.strategy:
+            raise FtArgumentError("more or fewer processes than slots need --ft-recover")
+        topology = Topology(
+            tensor=early.tensor,
+            pipeline=early.pipeline,
+            data=num_slots // early.replica_size,
+            context=early.context,
+            order=early.order,  # type: ignore[arg-type]  # one of the two by construction
+        )
+        assignment = initial_assignment(topology, range(comm.size))
+        job.world = World(topology, assignment, comm.rank, comm, range(comm.size), job.decide)
     slots = job.world.slots
     job.slot = slots[0] if slots else None
     os.environ["RANK"] = str(job.slot if job.slot is not None else 0)
-    os.environ["WORLD_SIZE"] = str(num_slots)
+    os.environ["WORLD_SIZE"] = str(job.world.topology.num_slots)
 
 
-def _planner(job: Job) -> Any:
-    from megatron_ft.planner import Capabilities, Strategies, plan, without_moves
+def _import_everything() -> None:
+    """What takes seconds is done before the others have to wait for this process."""
+    import megatron.training.training  # noqa: F401
 
-    def decide(before: Any, dead: frozenset[int], reports: Any) -> Any:
-        if all(r.facts.get("finished") for r in reports.values() if before.slots_of(r.process)):
-            return None
-        strategies = Strategies(recover=job.early.options.ft_recover)
-        made = plan(job.world.topology, before, dead, strategies, Capabilities())
-        return without_moves(made) if made.stop is None else made
-
-    return decide
+    import megatron_ft.session  # noqa: F401
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -151,6 +175,10 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     observer = Observer(run_dir, process, job=os.environ.get("MEGATRON_FT_START", "0"))
     session = open_session(Session(job.early, job.world, _watch(job), observer))
     job.session = session
+    session.leave = lambda code: _leave(job, code)  # type: ignore[assignment,func-returns-value]
+    if job.boot is not None:
+        session.membership.history = job.boot["history"]
+        session.membership.desired = job.boot["desired"]
     _inject_faults(job)
     code, message = 0, ""
     try:
@@ -173,22 +201,49 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
 
 
 def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
-    """Train while this process serves a slot, then wait in the pool; returns Megatron's code."""
+    """Train or wait until the job is over; returns Megatron's exit code."""
+    from megatron_ft.rejoin.membership import Released
     from megatron_ft.world.errors import ReplicaLost
 
-    if job.slot is not None:
+    membership = job.session.membership
+    try:
+        if job.slot is None:
+            _join_pool(job)
+            membership.wait()
+            job.slot = membership.target
+            assert job.slot is not None
+            os.environ["RANK"] = str(job.slot)
+            job.session.joining = True
+            membership.start_building(job.slot)
         try:
-            try:
-                _train(job, has_gpu, program_start)
-                code = 0
-            except SystemExit as end:  # Megatron's exit conditions
-                code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            _agree_on_the_end(job)
-            return code
-        except ReplicaLost as lost:
-            logger.info("%s: to the pool", lost)
-    _pool(job)
+            _train(job, has_gpu, program_start)
+            code = 0
+        except SystemExit as end:  # Megatron's exit conditions
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        _agree_on_the_end(job)
+        return code
+    except ReplicaLost as lost:
+        # After training, in the last evaluation or save: there is nothing left to come back to.
+        logger.info("%s", lost)
+        membership.built = None
+        with contextlib.suppress(Released):
+            while True:
+                membership.wait()
+                membership.target = None
+    except Released:
+        pass
     return 0
+
+
+def _join_pool(job: Job) -> None:
+    """A spawned process makes itself known; one of the launch is known already."""
+    from megatron_ft.rejoin.membership import Released
+
+    if job.boot is not None:
+        repaired = job.session.membership.repair({"boundary": True})
+        if repaired.plan is None:
+            raise Released
+        job.session.stop(repaired)
 
 
 def _agree_on_the_end(job: Job) -> None:
@@ -197,7 +252,8 @@ def _agree_on_the_end(job: Job) -> None:
         return
     while not world.agree(True):
         job.session.mend("end of training")
-    world.repair({"finished": True})
+    job.session.membership.finished = True
+    job.session.membership.repair({})
 
 
 def _inject_faults(job: Job) -> None:
@@ -223,7 +279,7 @@ def _inject_faults(job: Job) -> None:
     session.injector = Injector(
         plan,
         session.observer.log,
-        slots=lambda: world.slots,
+        slots=lambda: world.shown.slots_of(world.process),
         stage_of=world.topology.stage_of,
         epoch=lambda: world.epoch,
         num_slots=world.topology.num_slots,
@@ -234,6 +290,8 @@ def _inject_faults(job: Job) -> None:
 def _agreed_run_dir(job: Job) -> str:
     from megatron_ft.observe.rundir import default_path
 
+    if job.boot is not None:
+        return str(job.boot["run_dir"])
     given = job.early.options.ft_run_dir
     path = given or os.environ.get("MEGATRON_FT_RUN_DIR") or str(default_path())
     return str(job.world.comm.bcast(path)) if job.world is not None else path
@@ -251,14 +309,18 @@ def _watch(job: Job) -> Any:
         progress=options.ft_progress_timeout,
         collective=options.ft_collective_timeout,
     )
-    name = world.comm.bcast(f"megatron_ft-{os.getpid()}-{time.time_ns()}")
-    path = Path("/dev/shm") / name
+    boot = job.boot
+    name = f"megatron_ft-{os.getpid()}-{time.time_ns()}"
+    path = Path("/dev/shm") / (name if boot is not None else world.comm.bcast(name))
+    if boot is not None:
+        path = Watch.path_for(boot["watch"], path)
     watch = Watch(path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True))
     world.watch = watch
     watch.start()
-    world.comm.Barrier()  # everybody has the file open: it can lose its name
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+    if boot is None:
+        world.comm.Barrier()  # everybody has the file open: it can lose its name
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
     return watch
 
 
@@ -301,6 +363,10 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     )
     session.args = args
     arguments.validate(args)
+    if session.joining:
+        # Its state comes from a live replica, and what the others found in their data is known.
+        args.load = args.pretrained_checkpoint = None
+        args.do_train, args.do_valid, args.do_test = True, args.eval_iters > 0, args.eval_iters > 0
     if session.injector is not None:
         session.fault_plan.check(
             num_slots=args.world_size,
@@ -308,6 +374,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
             train_iters=args.train_iters,
             num_processes=len(job.world.ids),
         )
+    if job.world is not None and not session.joining:
+        guard_start(job.world, lambda: session.training)
     store = _register_backend(job)
     _install_strategies(job)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
@@ -318,6 +386,29 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         llama.forward_step,
         store=store,
     )
+
+
+def guard_start(world: Any, over: Callable[[], bool]) -> None:
+    """End this process if another one dies before training begins: nothing is survived yet.
+
+    Some of MPI's calls of the set-up wait for a dead process for ever, so a thread looks after it.
+    """
+
+    def look() -> None:
+        while not over():
+            failed = world.comm.Get_failed()
+            if failed.size and not over():
+                print(
+                    "megatron_ft: a process died during the set-up, before anything could be "
+                    "survived: its own message says why",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os.kill(os.getpid(), signal.SIGKILL)
+            failed.Free()
+            time.sleep(0.5)
+
+    threading.Thread(target=look, name="ft-start", daemon=True).start()
 
 
 def _register_backend(job: Job) -> Any:
@@ -343,24 +434,7 @@ def _install_strategies(job: Job) -> None:
         session.on_built.append(lambda: build_transaction(session))
 
 
-# -- pool and end ----------------------------------------------------------------------------------
-
-
-def _pool(job: Job) -> None:
-    """Wait without a slot until the job ends, taking part in repairs."""
-    world, session = job.world, job.session
-    if session.watch is not None:
-        session.watch.disarm()
-    while True:
-        if world.needs_repair():
-            repaired = world.repair({"role": "pool"})
-            if repaired.plan is None:
-                return
-            if repaired.plan.stop is not None:
-                from megatron_ft.session import NoWayOn
-
-                raise NoWayOn(f"{repaired.plan.stop.reason}. {repaired.plan.stop.advice}")
-        time.sleep(POOL_INTERVAL_S)
+# -- the end -------------------------------------------------------------------------------------
 
 
 def _write_end(job: Job, code: int, message: str) -> None:

@@ -17,6 +17,11 @@ from megatron_ft import reporting
 from megatron_ft.arguments import Early
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
+from megatron_ft.recovery_plan import Fill
+from megatron_ft.rejoin.membership import Membership
+from megatron_ft.rejoin.refill import filled
+from megatron_ft.rejoin.relabel import relabel
+from megatron_ft.rejoin.transfer import Moved
 from megatron_ft.world.errors import ReplicaLost
 from megatron_ft.world.watch import Watch
 from megatron_ft.world.world import Repaired, World
@@ -70,10 +75,22 @@ class Session:
         self.faults: list[str] = []
         self.evaluating = False
         self._repairs_in_vain = 0
+        self._how = ""
+        self.leave: Callable[[int], None] = lambda code: None
+        """Ends this process; set by the runtime."""
         self.iteration = 0
         self.first_iteration = 1
         self.evaluations = 0
         self.loss_group: Any = None
+        self.committed = 0
+        """The last iteration that all replicas agreed on; the state is that after it."""
+        self.training = False
+        """Whether set-up is done."""
+        self.joining = False
+        """Whether this process builds by itself, to take a slot later."""
+        self.no_way_on = NoWayOn
+        self.membership = Membership(self)
+        self.membership.on_repaired = self._repaired
         self.on_built: list[Callable[[], None]] = []
 
     # -- who writes ------------------------------------------------------------------------------
@@ -112,12 +129,61 @@ class Session:
     def built(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
         """Megatron has built what is trained."""
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        if self.world is not None:
+            self.world.relabel = lambda old, new: relabel(self, old, new)
         for call in self.on_built:
             call()
 
-    def train_started(self) -> None:
+    def run_train(self, train: Callable[[], Any]) -> Any:
+        """Megatron's train, entered again by a process that has been given a slot meanwhile."""
+        if self.joining:
+            self._wait_for_slot()
+        else:
+            self._train_started()
+        while True:
+            try:
+                return train()
+            except ReplicaLost as lost:
+                logger.info("%s", lost)
+            self._unwound()
+            if not self.world.slots:
+                self._wait_for_slot()
+            self.policy.entering = True
+
+    def _wait_for_slot(self) -> None:
+        """In the pool, model and all, until there is a slot to serve."""
+        if self.watch is not None:
+            self.watch.disarm()
+        self.membership.stop_building()
+        self.membership.wait()
+        self.joining = False
+        self.policy.survives = self.policy.entering = True
+        self.iteration = self.committed
+        self.first_iteration = self.committed + 1
+
+    def _unwound(self) -> None:
+        """Make Megatron's objects ready for train() to be entered once more."""
+        from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+        from megatron.core.utils import get_model_config
+        from megatron.training import get_timers
+
+        # It would take the broken step for one that it has still to judge.
+        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+
+        config = get_model_config(self.model[0])
+        config.no_sync_func = config.grad_sync_func = None
+        config.timers = get_timers()
+        for timer in get_timers()._timers.values():
+            timer.reset()
+        if self.transaction.snapshots is not None:
+            self.transaction.snapshots.reset_bookkeeping()
+            self.transaction.snapshots.drop()
+        self.args.iteration = self.committed
+
+    def _train_started(self) -> None:
         """Set-up is done; from here on a death is survived."""
-        self.iteration = self.args.iteration
+        self.training = True
+        self.iteration = self.committed = self.args.iteration
         self.first_iteration = self.iteration + 1
         self.elect()
         reporting.run_started(self)
@@ -141,6 +207,10 @@ class Session:
         with self._reports_are_global():
             yield
         self.step.seconds = time.monotonic() - started
+
+    def committed_step(self, iteration: int) -> None:
+        """All replicas have agreed on a step; its optimizer step is local arithmetic."""
+        self.committed = iteration
 
     def step_committed(
         self,
@@ -217,34 +287,62 @@ class Session:
 
     # -- failures --------------------------------------------------------------------------------
 
-    def mend(self, how: str, facts: Mapping[str, Any] | None = None) -> Repaired:
+    def mend(
+        self, how: str, facts: Mapping[str, Any] | None = None, *, refills: bool = False
+    ) -> Repaired:
         """Repair the world and write down what happened.
 
         Args:
             how: Where the failure was noticed.
             facts: What the others want to know of this process.
+            refills: Whether the caller goes on well with replicas that came back in this repair.
 
         Raises:
-            ReplicaLost: This process serves no slot any more.
+            ReplicaLost: This process serves no slot any more, or must enter training again because
+                replicas came back at a place where the others could not.
             NoWayOn: The planner has no rule left.
         """
         assert self.world is not None
         if self.watch is not None:
             self.watch.tick()
-        repaired = self.world.repair({"iteration": self.iteration, **(facts or {})})
-        self._repairs_in_vain = 0 if repaired.dead else self._repairs_in_vain + 1
+        self._how = how
+        repaired = self.membership.repair({"iteration": self.iteration, **(facts or {})})
+        asked = bool((facts or {}).get("boundary"))
+        self._repairs_in_vain = 0 if repaired.dead or asked else self._repairs_in_vain + 1
         if self._repairs_in_vain > MAX_REPAIRS_IN_VAIN:
             raise RuntimeError(
                 f"{how}: MPI reports failures, but nobody has died in {MAX_REPAIRS_IN_VAIN} repairs"
             )
-        self.elect()
-        reporting.incident(self, repaired, how)
-        stop = repaired.plan.stop if repaired.plan is not None else None
-        if stop is not None:
-            raise NoWayOn(f"{stop.reason}. {stop.advice}")
+        self.stop(repaired)
         if not self.world.slots:
-            raise ReplicaLost(f"process {self.world.process} serves no slot any more")
+            raise ReplicaLost(f"process {self.world.process} serves no slot any more: to the pool")
+        if filled(repaired.plan) and not refills:
+            raise ReplicaLost("replicas came back outside of a step: training is entered again")
         return repaired
+
+    def boundary(self) -> None:
+        """Between two steps: let pool processes take their slots, if somebody asked for it."""
+        assert self.world is not None
+        if self.world.boundary_asked:
+            self.mend("step boundary", {"boundary": True}, refills=True)
+
+    def stop(self, repaired: Repaired) -> None:
+        """Raise NoWayOn if the repair's plan says so."""
+        if repaired.plan is not None and repaired.plan.stop is not None:
+            raise NoWayOn(f"{repaired.plan.stop.reason}. {repaired.plan.stop.advice}")
+
+    def filled(self, fill: Fill, moved: Moved | None) -> None:
+        """This process serves a slot from now on."""
+        reporting.slot_filled(self, fill, moved)
+
+    def leave_while_building(self, code: int) -> None:
+        """The job ended while this process was building: there is nothing to unwind to."""
+        self.observer.finish("", code, iteration=self.iteration, epoch=self.epoch)
+        self.leave(code)
+
+    def _repaired(self, repaired: Repaired) -> None:
+        self.elect()
+        reporting.incident(self, repaired, self._how)
 
 
 _current: Session | None = None

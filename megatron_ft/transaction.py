@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_ft.recover.buckets import BucketSnapshots
 from megatron_ft.recover.policy_workload import PolicyWorkload
+from megatron_ft.rejoin.refill import filled
 from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.world import Repaired, World
 
@@ -66,6 +67,8 @@ class StepTransaction:
         loss_group: Data- and context-parallel group over which reports are summed.
         is_last_stage: Whether the loss is computed here.
         repair: Repairs the world; raises ReplicaLost where this process has no slot afterwards.
+        at_boundary: Called before each training step.
+        wants_boundary: Whether this process asks for a repair before the next one.
         keyed_rng: Seeds the generators for (iteration, microbatch id); None without dropout.
     """
 
@@ -79,6 +82,8 @@ class StepTransaction:
         loss_group: dist.ProcessGroup,
         is_last_stage: bool,
         repair: Callable[[str, Mapping[str, Any]], Repaired],
+        at_boundary: Callable[[], None],
+        wants_boundary: Callable[[], bool],
         keyed_rng: Callable[[int, int], None] | None = None,
     ) -> None:
         self.world = world
@@ -89,9 +94,12 @@ class StepTransaction:
         self.loss_group = loss_group
         self.is_last_stage = is_last_stage
         self.repair = repair
+        self.at_boundary = at_boundary
+        self.wants_boundary = wants_boundary
         self.keyed_rng = keyed_rng
         self.snapshots: BucketSnapshots | None = None
         self.optimizer: Any = None
+        self.on_commit: Callable[[int], None] = lambda iteration: None
         self.pipeline_done = False
         self.contributes = True
         self.rehearsed: dict[str, Any] = {}
@@ -105,7 +113,7 @@ class StepTransaction:
         self._finalize: Callable[..., None] | None = None
         self._totals = Totals()
         self._computing: ForwardStep | None = None
-        self._scaler_before: Any = None
+        self._scalers_before: list[Any] = []
 
     # -- what Megatron calls ---------------------------------------------------------------------
 
@@ -130,6 +138,9 @@ class StepTransaction:
             ReplicaLost: This process's replica cannot go on; it belongs to the pool now.
         """
         training = not call["forward_only"]
+        if training:
+            self.at_boundary()
+            self.policy.entering = False
         workload = self.workload if training else self.eval_workload
         started = time.monotonic()
         self._begin(workload, call, training)
@@ -143,6 +154,8 @@ class StepTransaction:
                 break
             self._mend(workload, training)
         workload.commit()
+        if training:
+            self.on_commit(self.iteration)
         if self.snapshots is not None:
             self.snapshots.drop()
         self.last = Committed(counts, attempts, recomputed, time.monotonic() - started)
@@ -157,7 +170,7 @@ class StepTransaction:
             if self.snapshots is None:
                 groups = [g for c in chunks for g in c.bucket_groups]
                 self.snapshots = BucketSnapshots(groups)
-            self._scaler_before = self._scaler_state()
+            self._scalers_before = [scaler.state_dict() for scaler in self._scalers()]
         self._totals = Totals()
         self._computing = None
         self.rehearsed = {}
@@ -318,7 +331,7 @@ class StepTransaction:
 
     def vote(self, ok: bool, training: bool) -> bool:
         """The one agreement of an attempt: everything that I had to do under this epoch is done."""
-        return self.world.agree(ok)
+        return self.world.agree(ok, boundary=training and self.wants_boundary())
 
     # -- after a failure -------------------------------------------------------------------------
 
@@ -329,6 +342,9 @@ class StepTransaction:
         )
         live = self.world.assignment.whole_replicas(self.world.topology)
         assert self.replica in live, "a process of a dark replica goes to the pool"
+        if filled(repaired.plan):
+            self._start_over(workload, live, training)
+            return
         undone = {
             r.facts["replica"]
             for r in repaired.reports.values()
@@ -342,18 +358,29 @@ class StepTransaction:
                 self.snapshots.zero()
             else:
                 self.snapshots.restore(repaired.epoch)
-            self._restore_scaler()
+            self._restore_scalers()
         if workload.forgets(self.replica):
             self._totals = Totals()
         self.rehearsed = {}
 
-    def _scaler_state(self) -> Any:
-        scaler = getattr(self.optimizer, "grad_scaler", None)
-        return None if scaler is None else scaler.state_dict()
+    def _start_over(self, workload: PolicyWorkload, live: Sequence[int], training: bool) -> None:
+        """Replicas came back in the middle of the step: all begin it anew, as they do."""
+        workload.begin(live, self.iteration)
+        self._totals, self.rehearsed = Totals(), {}
+        if training:
+            assert self.snapshots is not None
+            self.snapshots.reset_bookkeeping()
+            self.snapshots.zero()
+            self._restore_scalers()
 
-    def _restore_scaler(self) -> None:
-        if self._scaler_before is not None:
-            self.optimizer.grad_scaler.load_state_dict(self._scaler_before)
+    def _scalers(self) -> list[Any]:
+        """The loss scalers, which the rehearsal of an attempt moves on."""
+        scalers = [getattr(o, "grad_scaler", None) for o in self.optimizer.chained_optimizers]
+        return [scaler for scaler in scalers if scaler is not None]
+
+    def _restore_scalers(self) -> None:
+        for scaler, before in zip(self._scalers(), self._scalers_before, strict=True):
+            scaler.load_state_dict(before)
 
 
 class ForwardStep:

@@ -227,6 +227,21 @@ STEP: tuple[Reliance, ...] = (
         "the learning rate of a process that takes a slot",
         "num_steps step",
     ),
+    _call(
+        "chained_optimizers",
+        f"{_OPTIMIZER}chained_optimizers",
+        "their loss scalers are set back with a broken attempt",
+    ),
+    *_reads(
+        "megatron.core.optimizer.grad_scaler:MegatronGradScaler.",
+        "the loss scale of a broken attempt",
+        "state_dict load_state_dict",
+    ),
+    *_reads(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:",
+        "what a broken save left for the metadata of the next",
+        "_results_queue",
+    ),
     *_reads(
         f"{_TRAINING}.global_vars:",
         "the wandb writer",

@@ -126,6 +126,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:generate_state_dict",
         _before("save", True),
     ),
+    _patch(
+        "save.part",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+        "FileSystemWriterAsync.write_preloaded_data_multithread",
+        _before("save", True),
+    ),
     _patch("save.written", "megatron.core.dist_checkpointing:save", _after("save")),
     _patch(
         "save.tracker",

@@ -6,12 +6,19 @@ what it wrote is removed before the next attempt.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from megatron_ft.session import NoWayOn
 from megatron_ft.world.compact import compact
 from megatron_ft.world.errors import WorldBroken
 
@@ -20,52 +27,103 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_ft.saving")
 
-
-class SaveFailed(RuntimeError):
-    """A checkpoint could not be written although nobody died."""
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(session: Session, attempt: Callable[[], object], iteration: int) -> None:
     """Run ``attempt`` until it succeeds on all active processes.
 
     Raises:
-        SaveFailed: A process failed to write for a reason of its own, such as a full disk.
+        NoWayOn: A process failed to write for a reason of its own, such as a full disk; the same
+            on all processes.
     """
-    world, policy = session.world, session.policy
+    world = session.world
     assert world is not None
     while True:
-        error: str | None = None
-        ok = True
-        policy.in_transaction = True
-        try:
-            with compact(world):
-                attempt()
-        except Exception as caught:  # Megatron and torch wrap what broke in errors of their own
-            ok = False
-            if not isinstance(caught, WorldBroken):
-                error = f"{type(caught).__name__}: {caught}"
-            world.revoke_active()
-            world.revoke_groups(pipeline=True)
-        finally:
-            policy.in_transaction = False
-        if world.agree(ok):
+        error = _try(session, attempt)
+        if world.agree(error is None):
             return
         repaired = session.mend(f"save of iteration {iteration}", {"save_error": error})
-        errors = [r.facts.get("save_error") for r in repaired.reports.values()]
-        if not repaired.dead:
-            raise SaveFailed("; ".join(e for e in errors if e) or "the attempt was broken off")
+        errors = {r.process: r.facts.get("save_error") for r in repaired.reports.values()}
+        own = {process: text for process, text in errors.items() if text}
+        if own and not repaired.dead:
+            session.membership.finished = True
+            session.membership.repair({})  # lets the pool go
+            process, text = min(own.items())
+            raise NoWayOn(
+                f"the checkpoint of iteration {iteration} could not be written to "
+                f"{session.args.save}: process {process}: {text}. Make room there or choose "
+                "another --save; earlier checkpoints are as they were"
+            )
+        if _is_complete(session, iteration):
+            return
+        _forget_written()
         logger.warning("saving iteration %d was broken off; trying again", iteration)
-        if world.process == world.elected:
-            _remove_partial(Path(session.args.save), iteration)
-        if not world.agree(True):
-            session.mend(f"save of iteration {iteration}")
 
 
-def _remove_partial(save_dir: Path, iteration: int) -> None:
-    """Remove what an attempt left, unless the tracker says that it is complete."""
-    tracker = save_dir / "latest_checkpointed_iteration.txt"
-    if tracker.exists() and tracker.read_text().strip() == str(iteration):
+def _try(session: Session, attempt: Callable[[], object]) -> str | None:
+    """One attempt: None if it succeeded here, "" if others broke it off, else what failed."""
+    world, policy = session.world, session.policy
+    assert world is not None
+    policy.in_transaction = True
+    try:
+        with compact(world):
+            attempt()
+        return None
+    except Exception as caught:  # Megatron and torch wrap what broke in errors of their own
+        world.revoke_active()
+        world.revoke_groups(pipeline=True)
+        return "" if _is_broken_off(caught) else f"{type(caught).__name__}: {caught}"
+    finally:
+        policy.in_transaction = False
+
+
+def _is_broken_off(error: BaseException | None) -> bool:
+    """Whether another process is what failed."""
+    while error is not None:
+        if isinstance(error, WorldBroken):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_complete(session: Session, iteration: int) -> bool:
+    """Whether the broken attempt got as far as its tracker; else what it wrote is removed.
+
+    Collective over all active processes, and resilient like every operation outside of a step.
+    """
+    assert session.world is not None
+    complete = torch.zeros(1, dtype=torch.int, device="cuda")
+    if session.world.process == session.world.elected:
+        complete += int(_clear(Path(session.args.save), iteration))
+    dist.all_reduce(complete)
+    return bool(complete.item())
+
+
+def _forget_written() -> None:
+    """Drop Megatron's account of what a broken attempt wrote here.
+
+    It passes from the writer to the metadata through a queue that all saves share: the next
+    attempt's metadata would be made of it.
+    """
+    written = filesystem_async._results_queue
+    if written is None:
         return
+    with contextlib.suppress(queue.Empty):
+        while True:
+            written.get_nowait()
+
+
+def _clear(save_dir: Path, iteration: int) -> bool:
+    """Remove what an attempt left, unless the tracker says that it is complete; whether it is."""
+    tracker = save_dir / TRACKER
+    if tracker.exists() and tracker.read_text().strip() == str(iteration):
+        return True
     partial = save_dir / f"iter_{iteration:07d}"
     if partial.exists():
-        shutil.rmtree(partial, ignore_errors=False)
+        try:
+            shutil.rmtree(partial)
+        except OSError as error:
+            # It is written over then: what is valid, the tracker and the metadata say.
+            logger.warning("%s cannot be removed: %s", partial, error)
+    return False

@@ -24,8 +24,9 @@ from megatron_ft.world.world import World
 @contextlib.contextmanager
 def compact(world: World) -> Iterator[None]:
     """Show the live slots as a job of their own; does nothing while none is vacant."""
-    process_of = world.assignment.process_of
-    live = world.assignment.live_slots
+    process_of = world.shown.process_of
+    live = world.shown.live_slots
+    mine = world.shown.slots_of(world.process)[0]
     if len(live) == len(process_of):
         yield
         return
@@ -43,9 +44,9 @@ def compact(world: World) -> Iterator[None]:
     try:
         for group, link in before_links.items():
             slots = tuple(number[slot] for slot in link.slots if slot in number)
-            if world.slots[0] in link.slots:
+            if mine in link.slots:
                 group.link = Link.make(slots, processes, link.comm, link.p2p)
-                group.shown_rank = slots.index(number[world.slots[0]])
+                group.shown_rank = slots.index(number[mine])
                 group_ranks[group] = {slot: i for i, slot in enumerate(slots)}
         for name, ranks in before_lists.items():
             setattr(parallel_state, name, type(ranks)(number[r] for r in ranks if r in number))

@@ -7,6 +7,10 @@ Rank and size are those of the slots, whatever lives. This file only turns torch
 A blocking call to a process that never answers is not timed: whoever watches the processes makes
 the missing one dead or revokes the communicator. ``work.wait(timeout)`` and
 ``barrier(timeout=...)`` do count.
+
+All members must agree on ``async_op``: MPI matches a blocking collective with no nonblocking one
+(barriers excepted, see ``p2p.barrier``). Sparse tensors, and several tensors in one ``allreduce``
+call, which gloo sums together, are refused.
 """
 
 from __future__ import annotations

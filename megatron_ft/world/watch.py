@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,6 +116,8 @@ class Watch(NoWatch):
         self.on_fence = on_fence
         self.path = path
         self._map = _open(path)
+        self._handle = os.open(path, os.O_RDWR)
+        """Keeps the file within reach of processes that come later: it has no name by then."""
         self._words = memoryview(self._map).cast("q")
         self._base = process * _WORDS
         self._interval = min(0.5, timeouts.alive / 10)
@@ -126,6 +129,16 @@ class Watch(NoWatch):
         """The beginning of the last wait that was broken off: once is enough."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-watch", daemon=True)
+
+    def shared(self) -> tuple[str, str]:
+        """Host and path of the shared file, for a process that is started later."""
+        return socket.gethostname(), f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    @staticmethod
+    def path_for(shared: tuple[str, str], otherwise: Path) -> Path:
+        """The file that another process has shared; ``otherwise`` on another host."""
+        host, path = shared
+        return Path(path) if host == socket.gethostname() else otherwise
 
     def start(self) -> None:
         """Register this process and begin to watch."""
@@ -143,6 +156,7 @@ class Watch(NoWatch):
         self._words[self._base + _STATE] = _FREE
         self._words.release()
         self._map.close()
+        os.close(self._handle)
 
     # -- the main thread -------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class World:
         comm: MPI.Comm,
         ids: Iterable[int],
         planner: Planner,
+        *,
+        fresh: bool = True,
     ) -> None:
         self.topology = topology
         self.assignment = assignment
@@ -101,7 +103,7 @@ class World:
         self.planner = planner
         self.next_process = max(self.ids) + 1
         """Id of the next process that is spawned; ids are never used twice."""
-        self.comm = quiet(comm.Dup())
+        self.comm = quiet(comm.Dup()) if fresh else comm
         assert self.ids[self.comm.rank] == process
         self.active: MPI.Comm | None = None
         self.groups: dict[GroupKey, Group] = {}
@@ -113,7 +115,8 @@ class World:
         """While this process builds for a slot by itself: that slot is all that is served."""
         # The watch thread revokes communicators while the main thread may be replacing them.
         self._links = threading.Lock()
-        self._derive_active(self.comm)
+        if fresh:
+            self._derive_active(self.comm)
 
     # -- who is who ------------------------------------------------------------------------------
 

@@ -1,0 +1,368 @@
+"""This process's part in who belongs to the job: what it has built, and what it takes over.
+
+Every process has one. Repairs go through it: it tells the others what this process has built and
+holds, plans refills, takes in spawned processes and moves state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from megatron_ft.recovery_plan import Fill, RecoveryPlan
+from megatron_ft.rejoin import refill as rules
+from megatron_ft.rejoin.refill import Built
+from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
+from megatron_ft.topology import Assignment, Shard
+from megatron_ft.world.errors import is_failure
+from megatron_ft.world.world import Repaired, Report
+
+if TYPE_CHECKING:
+    from megatron_ft.rejoin.transfer import Moved
+    from megatron_ft.session import Session
+
+logger = logging.getLogger("megatron_ft.rejoin")
+
+READY_TAG = 7301
+POOL_INTERVAL_S = 0.02
+MAX_FAILED_REPLACEMENTS = 3
+
+
+class Released(Exception):
+    """The job is over; a process of the pool may go."""
+
+
+@dataclass
+class History:
+    """What all processes know alike of past replacements."""
+
+    filled_at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Process -> the slot that it filled and the iteration before which it did."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """Slot -> replacements in a row that died before a step was committed."""
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Slots that stay vacant."""
+        return frozenset(s for s, n in self.failures.items() if n >= MAX_FAILED_REPLACEMENTS)
+
+
+class Membership:
+    """What this process has built and holds, and its part in repairs."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.world = session.world
+        self.built: Built | None = None
+        self.building: int | None = None
+        self.receiving = False
+        self.finished = False
+        self.target: int | None = None
+        """The slot for which this process is asked to build; None if for none."""
+        self.history = History()
+        self.others: dict[int, Report] = {}
+        """The reports of the last repair."""
+        self.ready: dict[int, Built] = {}
+        """Pool processes that can take a slot, as far as this process knows."""
+        options = session.early.options
+        self.respawn: bool = options.ft_respawn
+        self.warm: bool = options.ft_spare_warm
+        self.spawner = Spawner(options.ft_respawn_limit)
+        self.desired = len(session.world.ids) if session.world is not None else 0
+        self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
+        self._changed = True
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- what the others are told ----------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        slots = self.world.slots
+        built = self.built
+        if slots:
+            built = Built(self.world.topology.shard_of(slots[0]), slots[0])
+        return {
+            "built": built,
+            "building": self.building,
+            "receiving": self.receiving,
+            "committed": self.session.committed,
+            "iteration": self.session.iteration,
+            "finished": self.finished,
+        }
+
+    def decide(
+        self, before: Assignment, dead: frozenset[int], reports: Mapping[int, Report]
+    ) -> RecoveryPlan | None:
+        """The planner of this process's world; the same on every process."""
+        topology = self.world.topology
+        facts = {p: r.facts for p, r in reports.items()}
+        active = [p for p in facts if before.slots_of(p)]
+        if active and all(facts[p]["finished"] for p in active):
+            return None
+        receiving = frozenset(p for p, f in facts.items() if f["receiving"])
+        plan = rules.settle(topology, before, dead, receiving)
+        committed = max((facts[p]["committed"] for p in facts), default=0)
+        built = {
+            p: f["built"]
+            for p, f in facts.items()
+            if f["built"] is not None and p in plan.assignment.pool
+        }
+        holds: dict[int, frozenset[Shard]] = {
+            p: frozenset({f["built"].shard})
+            for p, f in facts.items()
+            if f["built"] is not None and f["committed"] == committed and p not in receiving
+        }
+        if any(f.get("boundary") for f in facts.values()) or not plan.assignment.whole_replicas(
+            topology
+        ):
+            plan = rules.refill(topology, plan, built, holds, self.history.barred)
+        return rules.stop_if_nothing_is_whole(topology, plan, self.respawn)
+
+    # -- repairs ---------------------------------------------------------------------------------
+
+    def repair(self, facts: Mapping[str, Any]) -> Repaired:
+        """Repair until the world is whole, newcomers are in, and state is where it belongs."""
+        while True:
+            spawned = bool(facts.get("boundary")) and self.spawner.ready()
+            repaired = self.world.repair({**self.facts(), **facts, "spawned": spawned})
+            self._learn(repaired)
+            self.on_repaired(repaired)
+            if repaired.plan is None or repaired.plan.stop is not None:
+                return repaired
+            leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
+            if leaders:
+                self._admit(leaders)
+                facts = {**facts, "boundary": True}
+                continue
+            fills = [a for a in repaired.plan.actions if isinstance(a, Fill)]
+            if not fills or not self.world.slots:
+                return repaired
+            if self._move_state(fills, repaired):
+                return repaired
+            facts = {name: fact for name, fact in facts.items() if name != "boundary"}
+
+    def _learn(self, repaired: Repaired) -> None:
+        """Draw the same conclusions from a repair as everybody else."""
+        topology, assignment = self.world.topology, self.world.assignment
+        committed = max((r.facts["committed"] for r in repaired.reports.values()), default=0)
+        for process in repaired.dead:
+            slot, at = self.history.filled_at.pop(process, (None, 0))
+            last = self.others.get(process)
+            if slot is None and last is not None:
+                slot, at = last.facts["building"], committed
+            if slot is not None:
+                early = committed <= at
+                self.history.failures[slot] = self.history.failures.get(slot, 0) + 1 if early else 0
+        for process, report in repaired.reports.items():
+            if report.facts["receiving"] and process in self.history.filled_at:
+                # It lives, but its state did not arrive: no better than one that died.
+                slot, _ = self.history.filled_at.pop(process)
+                self.history.failures[slot] = self.history.failures.get(slot, 0) + 1
+        self.others = dict(repaired.reports)
+        if repaired.plan is None:
+            return
+        for action in repaired.plan.actions:
+            if isinstance(action, Fill):
+                self.history.filled_at[action.process] = (action.slot, committed)
+        facts = {p: r.facts for p, r in repaired.reports.items() if p in set(assignment.pool)}
+        self.ready = {p: f["built"] for p, f in facts.items() if f["built"] is not None}
+        building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
+        idle = [p for p in assignment.pool if p not in self.ready and p not in building]
+        wanted = rules.targets(
+            topology, assignment, self.ready, building, idle, self.history.barred
+        )
+        if self.warm:
+            spare = [p for p in idle if p not in wanted]
+            wanted |= {
+                p: topology.replica(0)[i % topology.replica_size] for i, p in enumerate(spare)
+            }
+        self.target = wanted.get(self.world.process)
+        if not self.world.slots:
+            label = self.world.label
+            if self.built is None and label is not None:
+                self.built = Built(topology.shard_of(label), label)
+            self.session.iteration = max(
+                (r.facts["iteration"] for r in repaired.reports.values()), default=0
+            )
+        self._changed = True
+        if self.respawn and self.world.process == self.world.elected:
+            self.spawner.want(self.desired - len(self.world.ids))
+
+    def _admit(self, leaders: list[int]) -> None:
+        for leader in leaders:
+            bridge = self.spawner.bridge if leader == self.world.process else None
+            if bridge is not None:
+                bridge.send(self._boot(), dest=1, tag=BOOT_TAG)
+            self.world.admit(leader, bridge)
+            if bridge is not None:
+                self.spawner.taken()
+
+    def _boot(self) -> dict[str, Any]:
+        """What a newcomer must know."""
+        world, session = self.world, self.session
+        return {
+            "process": world.next_process,
+            "ids": world.ids,
+            "assignment": world.assignment,
+            "topology": world.topology,
+            "history": self.history,
+            "desired": self.desired,
+            "run_dir": str(session.observer.run_dir.path),
+            "watch": session.watch.shared() if session.watch is not None else None,
+        }
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _move_state(self, fills: list[Fill], repaired: Repaired) -> bool:
+        """Copy what the fills ask for; whether everybody got what he needs."""
+        me = self.world.process
+        mine = [f for f in fills if f.process == me and f.is_copy]
+        self.receiving = bool(mine)
+        moved: dict[int, Moved] = {}
+        ok = True
+        try:
+            for fill in fills:
+                if fill.is_copy and me in (fill.source_process, fill.process):
+                    moved[fill.slot] = self.copy_state(fill)
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            ok = False
+        except Exception:
+            logger.exception("state could not be moved")
+            ok = False
+        if not ok:
+            # Whoever waits for this process in its own copy must not wait for ever.
+            with contextlib.suppress(MPI.Exception):
+                self.world.comm.Revoke()
+        if not self.world.agree(ok):
+            return False
+        self.receiving = False
+        for fill in fills:
+            if fill.process == me:
+                self.session.filled(fill, moved.get(fill.slot))
+        return True
+
+    def copy_state(self, fill: Fill) -> Moved:
+        """This process's side of one copy."""
+        from megatron_ft.rejoin import transfer
+
+        comm = self.world.comm
+        if fill.process == self.world.process:
+            return transfer.receive(self.session, comm, self.world.rank_of(fill.source_process))
+        return transfer.send(self.session, comm, self.world.rank_of(fill.process))
+
+    # -- step boundaries -------------------------------------------------------------------------
+
+    def wants_boundary(self) -> bool:
+        """Whether the elected process knows a reason for a repair without a failure."""
+        world = self.world
+        if world.process != world.elected:
+            return False
+        self._hear()
+        if self.spawner.bridge is not None:
+            return True
+        if not self._changed:
+            return False
+        self._changed = False
+        now = RecoveryPlan(world.topology, world.assignment, frozenset(), world.assignment, ())
+        holds = {
+            p: frozenset({world.topology.shard_of(world.assignment.slots_of(p)[0])})
+            for p in world.assignment.active_processes
+        }
+        plan = rules.refill(world.topology, now, self.ready, holds, self.history.barred)
+        return bool(plan.actions)
+
+    def _hear(self) -> None:
+        """Take notice of pool processes that have become ready since the last repair."""
+        comm, status = self.world.comm, MPI.Status()
+        try:
+            while comm.Iprobe(MPI.ANY_SOURCE, READY_TAG, status):
+                process, built = comm.recv(source=status.source, tag=READY_TAG)
+                self.ready[process] = built
+                self._changed = True
+        except MPI.Exception as error:  # the world is revoked: the next agreement says so
+            if not is_failure(error):
+                raise
+
+    # -- pool ------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait in the pool until this process serves a slot or is asked to build for one.
+
+        Raises:
+            Released: The job is over.
+        """
+        announced = -1
+        while not self.world.slots:
+            if self.built is None and self.target is not None:
+                return
+            if self.world.needs_repair():
+                self._take_part()
+            elif self.built is not None and announced != self.world.epoch:
+                announced = self.world.epoch
+                self._announce()
+            time.sleep(POOL_INTERVAL_S)
+
+    def _take_part(self) -> None:
+        repaired = self.repair({})
+        if repaired.plan is None:
+            raise Released
+        if repaired.plan.stop is not None:
+            self.session.stop(repaired)
+
+    def _announce(self) -> None:
+        elected = self.world.elected
+        try:
+            self.world.comm.send(
+                (self.world.process, self.built), dest=self.world.rank_of(elected), tag=READY_TAG
+            )
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+
+    def start_building(self, slot: int) -> None:
+        """From now on this process builds for ``slot`` by itself; a thread takes part in repairs.
+
+        Megatron's set-up then sees a job in which no other slot is served.
+        """
+        world = self.world
+        assert self.built is None and not world.groups
+        process_of: list[int | None] = [None] * world.topology.num_slots
+        process_of[slot] = world.process
+        self.building, self.target = slot, None
+        world.alone = Assignment(0, tuple(process_of), ())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="ft-build", daemon=True)
+        self._thread.start()
+
+    def stop_building(self) -> None:
+        """This process has built what it was asked for, or never built alone."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+        slot = self.building
+        assert slot is not None
+        self.world.alone = None
+        self.building = None
+        self.built = Built(self.world.topology.shard_of(slot), slot)
+        self.world.label = slot
+
+    def _serve(self) -> None:
+        while not self._stop.wait(POOL_INTERVAL_S):
+            if self.world.needs_repair():
+                try:
+                    self._take_part()
+                except Released:
+                    self.session.leave_while_building(0)
+                except self.session.no_way_on:
+                    self.session.leave_while_building(75)

@@ -1,0 +1,222 @@
+"""Which pool process takes which vacant slot, and what the others should prepare for. Pure.
+
+A process can take a slot at once only if it has built that slot's shard (its Megatron model and
+groups); which replica it built it for does not matter. So a dark replica comes back when for each
+of its slots a process with that shard is there: leftovers of one or several dark replicas, spares,
+and respawned processes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megatron_ft.recovery_plan import Action, Fill, GoDark, RecoveryPlan, Stop
+from megatron_ft.topology import Assignment, Shard, Topology
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a pool process has built."""
+
+    shard: Shard
+    slot: int
+    """The slot for which it built it, or which it served last."""
+
+
+def settle(
+    topology: Topology,
+    before: Assignment,
+    dead: frozenset[int],
+    unfit: frozenset[int] = frozenset(),
+) -> RecoveryPlan:
+    """After a failure: replicas that are not whole go dark, nobody changes his slot.
+
+    Args:
+        dead: The processes that are no more.
+        unfit: Living processes whose state is not the committed one: they had not yet received it.
+    """
+    stay = [None if p in dead or p in unfit else p for p in before.process_of]
+    kept: set[int] = set()
+    for replica in range(topology.data):
+        slots = topology.replica(replica)
+        if all(stay[slot] is not None for slot in slots):
+            kept.update(slots)
+    process_of = tuple(p if slot in kept else None for slot, p in enumerate(stay))
+    living = [p for p in before.processes if p not in dead]
+    after = Assignment(
+        before.epoch + 1, process_of, tuple(p for p in living if p not in set(process_of))
+    )
+    actions: list[Action] = []
+    was_dark = before.dark_replicas(topology)
+    for replica in after.dark_replicas(topology):
+        if replica not in was_dark:
+            served = {before.process_of[slot] for slot in topology.replica(replica)}
+            released = sorted(p for p in served if p is not None and p not in dead)
+            actions.append(GoDark(replica, tuple(released)))
+    return RecoveryPlan(topology, before, dead, after, tuple(actions))
+
+
+def refill(
+    topology: Topology,
+    plan: RecoveryPlan,
+    built: Mapping[int, Built],
+    holds: Mapping[int, frozenset[Shard]],
+    barred: Collection[int] = (),
+) -> RecoveryPlan:
+    """Fill as many dark replicas as the pool can make whole; rule 1.
+
+    Args:
+        plan: What ``settle`` made; its assignment's pool is drawn from.
+        built: What each ready pool process has built.
+        holds: Process -> shards of which it holds the committed state.
+        barred: Slots that stay vacant because their replacements keep dying.
+
+    Returns:
+        ``plan`` with fills added, each with a source that holds the state. Where a shard is held by
+        nobody its replicas stay dark.
+    """
+    after = plan.assignment
+    process_of = list(after.process_of)
+    free = {p: built[p] for p in after.pool if p in built}
+    filled: list[int] = []
+    for replica in after.dark_replicas(topology):
+        slots = topology.replica(replica)
+        seats = _seats(topology, slots, free, barred)
+        if seats is None or not all(_held(topology.shard_of(s), holds) for s in slots):
+            continue
+        for slot, process in seats.items():
+            process_of[slot] = process
+            del free[process]
+            filled.append(slot)
+    if not filled:
+        return plan
+    pool = tuple(p for p in after.pool if p not in set(process_of))
+    assignment = Assignment(after.epoch, tuple(process_of), pool, after.adopted)
+    fills = [_fill(topology, slot, plan.before, assignment, holds) for slot in filled]
+    actions = (*(a for a in plan.actions if not isinstance(a, Stop)), *fills)
+    return RecoveryPlan(topology, plan.before, plan.failed, assignment, actions)
+
+
+def stop_if_nothing_is_whole(
+    topology: Topology, plan: RecoveryPlan, respawns: bool
+) -> RecoveryPlan:
+    """Rule 5: the plan itself, or a stop when not one replica is left."""
+    if plan.assignment.whole_replicas(topology):
+        return plan
+    missing = topology.replica_size - len(plan.assignment.pool)
+    reason = (
+        f"every replica has lost a process: {len(plan.assignment.pool)} are left, and a replica "
+        f"needs {topology.replica_size}, one that has built each of its stages"
+    )
+    advice = "Start again from the last checkpoint (megatron-ft-run --max-restarts does so)"
+    if not respawns:
+        advice += "; --ft-spares or --ft-respawn keep replacements ready"
+    stop = Stop(4, reason, advice, missing_processes=max(0, missing))
+    return RecoveryPlan(topology, plan.before, plan.failed, plan.assignment, (*plan.actions, stop))
+
+
+def targets(
+    topology: Topology,
+    assignment: Assignment,
+    built: Mapping[int, Built],
+    building: Mapping[int, int],
+    idle: Collection[int],
+    barred: Collection[int] = (),
+) -> dict[int, int]:
+    """For which slot each idle pool process should build, so that dark replicas become whole.
+
+    Args:
+        built: Pool processes that are ready, and for what.
+        building: Pool processes that build, and for which slot.
+        idle: Pool processes that have built nothing, or nothing that is wanted.
+
+    Returns:
+        Process -> slot; a process that is not needed is left out.
+    """
+    have: dict[Shard, int] = {}
+    for b in built.values():
+        have[b.shard] = have.get(b.shard, 0) + 1
+    for slot in building.values():
+        shard = topology.shard_of(slot)
+        have[shard] = have.get(shard, 0) + 1
+    chosen: dict[int, int] = {}
+    waiting = sorted(idle)
+    for replica in assignment.dark_replicas(topology):
+        for slot in topology.replica(replica):
+            shard = topology.shard_of(slot)
+            if have.get(shard, 0) > 0:
+                have[shard] -= 1
+            elif waiting and slot not in barred:
+                chosen[waiting.pop(0)] = slot
+    return chosen
+
+
+def surplus(
+    topology: Topology, assignment: Assignment, built: Mapping[int, Built]
+) -> tuple[int, ...]:
+    """Ready pool processes whose shard is wanted by no dark replica any more, ascending."""
+    wanted: dict[Shard, int] = {}
+    for replica in assignment.dark_replicas(topology):
+        for slot in topology.replica(replica):
+            shard = topology.shard_of(slot)
+            wanted[shard] = wanted.get(shard, 0) + 1
+    left: list[int] = []
+    for process in sorted(built):
+        shard = built[process].shard
+        if wanted.get(shard, 0) > 0:
+            wanted[shard] -= 1
+        else:
+            left.append(process)
+    return tuple(left)
+
+
+def _seats(
+    topology: Topology,
+    slots: tuple[int, ...],
+    free: Mapping[int, Built],
+    barred: Collection[int],
+) -> dict[int, int] | None:
+    """A process for each slot, or None. Those who built for that very slot first."""
+    seats: dict[int, int] = {}
+    left = dict(free)
+    for slot in slots:
+        if slot in barred:
+            return None
+        shard = topology.shard_of(slot)
+        fitting = [p for p, b in left.items() if b.shard == shard]
+        if not fitting:
+            return None
+        process = min(fitting, key=lambda p: (left[p].slot != slot, p))
+        seats[slot] = process
+        del left[process]
+    return seats
+
+
+def _held(shard: Shard, holds: Mapping[int, frozenset[Shard]]) -> bool:
+    return any(shard in shards for shards in holds.values())
+
+
+def _fill(
+    topology: Topology,
+    slot: int,
+    before: Assignment,
+    after: Assignment,
+    holds: Mapping[int, frozenset[Shard]],
+) -> Fill:
+    process = after.process_of[slot]
+    assert process is not None
+    shard = topology.shard_of(slot)
+    if shard in holds.get(process, frozenset()):
+        return Fill(slot, process, process, None)
+    sources = sorted(p for p, shards in holds.items() if shard in shards)
+    serving = {p: s for s, p in enumerate(after.process_of) if topology.shard_of(s) == shard}
+    # Spread the copies over the live peers; any of them holds the same bytes.
+    peers = [p for p in sources if p in serving] or sources
+    source = peers[topology.replica_of(slot) % len(peers)]
+    return Fill(slot, process, source, serving.get(source))
+
+
+def filled(plan: RecoveryPlan | None) -> bool:
+    """Whether a plan gives a slot to a process."""
+    return plan is not None and any(isinstance(action, Fill) for action in plan.actions)

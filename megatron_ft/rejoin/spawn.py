@@ -1,0 +1,142 @@
+"""New processes are started by the elected one, in a thread, while all others train.
+
+A spawned process first connects with its parent alone (the bridge). Only when it waits there is it
+taken into the world, at a step boundary: ``World.admit``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from megatron_ft.world.errors import is_failure
+from megatron_ft.world.mpirun import GUARD
+from megatron_ft.world.world import quiet
+
+logger = logging.getLogger("megatron_ft.rejoin")
+
+HELLO_TAG, BOOT_TAG = 7201, 7202
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
+
+
+class Spawner:
+    """Starts processes one after another.
+
+    Args:
+        limit: How many at the most in the life of this process's job.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.started = 0
+        self.bridge: MPI.Intracomm | None = None
+        """To a process that waits to be taken in; None while none does."""
+        self._wanted = 0
+        self._backoff = 0.0
+        self._thread: threading.Thread | None = None
+        quiet(MPI.COMM_SELF)
+
+    @property
+    def pending(self) -> int:
+        """Processes that are being started or wait to be taken in."""
+        return self._wanted + (self.bridge is not None)
+
+    def want(self, count: int) -> None:
+        """See to it that ``count`` processes are on their way."""
+        room = self.limit - self.started
+        missing = min(count - self.pending, room)
+        if count > self.pending and room <= 0:
+            logger.warning("--ft-respawn-limit of %d is reached: no more processes", self.limit)
+        if missing > 0:
+            self._wanted += missing
+        self._go_on()
+
+    def ready(self) -> bool:
+        """Whether a process waits to be taken in, and still lives."""
+        if self.bridge is None:
+            return False
+        try:
+            self.bridge.send(None, dest=1, tag=HELLO_TAG)
+            self.bridge.recv(source=1, tag=HELLO_TAG)
+            return True
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            logger.warning("a process that was started died before it was taken in")
+            self._forget(failed=True)
+            return False
+
+    def taken(self) -> None:
+        """The process at the bridge is one of the world now."""
+        assert self.bridge is not None
+        self.bridge.Free()
+        self.bridge = None
+        self._backoff = 0.0
+        self._go_on()
+
+    def _forget(self, *, failed: bool) -> None:
+        self.bridge = None
+        if failed:
+            self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+
+    def _go_on(self) -> None:
+        busy = self._thread is not None and self._thread.is_alive()
+        if self._wanted and self.bridge is None and not busy:
+            self._thread = threading.Thread(target=self._spawn, name="ft-spawn", daemon=True)
+            self._thread.start()
+
+    def _spawn(self) -> None:
+        time.sleep(self._backoff)
+        self.started += 1
+        try:
+            inter = MPI.COMM_SELF.Spawn(
+                "/bin/sh", ["-c", GUARD, "rank", sys.executable, *sys.argv], maxprocs=1
+            )
+            quiet(inter)
+            bridge = quiet(inter.Merge(False))
+            inter.Free()
+        except MPI.Exception as error:
+            logger.warning("a process could not be started: %s", error)
+            self._forget(failed=True)
+            self._wanted -= 1
+            return
+        self._wanted -= 1
+        self.bridge = bridge
+
+
+def parent() -> MPI.Intracomm | None:
+    """In a spawned process, the bridge to the one that spawned it; None in any other."""
+    inter = MPI.Comm.Get_parent()
+    if inter == MPI.COMM_NULL:
+        return None
+    quiet(inter)
+    bridge = quiet(inter.Merge(True))
+    inter.Free()
+    return bridge
+
+
+def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
+    """Wait at the bridge, answering hellos; returns what the parent says of the world.
+
+    Raises:
+        TimeoutError: The parent is gone or has no use for this process.
+    """
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            if bridge.Iprobe(source=0, tag=HELLO_TAG):
+                bridge.recv(source=0, tag=HELLO_TAG)
+                bridge.send(None, dest=0, tag=HELLO_TAG)
+            if bridge.Iprobe(source=0, tag=BOOT_TAG):
+                return bridge.recv(source=0, tag=BOOT_TAG)
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            raise TimeoutError("the process that started this one has died") from error
+        time.sleep(0.005)
+    raise TimeoutError(f"not taken into the job within {patience_s:g} s")

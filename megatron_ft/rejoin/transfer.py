@@ -1,0 +1,202 @@
+"""The state of a shard goes from a process that holds it to one that is to hold it.
+
+Weights go straight into the receiver's parameters; the optimizer's state, fp32 masters among it,
+goes through its own state dict. Tensors travel in chunks with a checksum each.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+CHUNK_BYTES = 32 << 20
+META_TAG, CHUNK_TAG, SUM_TAG = 7101, 7102, 7103
+
+
+class TransferCorrupted(RuntimeError):
+    """A chunk arrived with another checksum than it was sent with."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a transfer cost."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """Where a tensor stood in what is sent."""
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def send(session: Any, comm: MPI.Intracomm, rank: int) -> Moved:
+    """Send this process's committed state to ``rank`` of ``comm``."""
+    started = time.monotonic()
+    tensors: list[torch.Tensor] = []
+    meta = _strip(_state(session), tensors)
+    comm.send(meta, dest=rank, tag=META_TAG)
+    nbytes = 0
+    for chunk in _chunks([*_weights(session), *tensors]):
+        comm.Send(chunk, dest=rank, tag=CHUNK_TAG)
+        comm.send(zlib.crc32(chunk), dest=rank, tag=SUM_TAG)
+        nbytes += len(chunk)
+    return Moved(nbytes, time.monotonic() - started)
+
+
+def receive(session: Any, comm: MPI.Intracomm, rank: int) -> Moved:
+    """Receive state from ``rank`` of ``comm`` and make it this process's own.
+
+    Raises:
+        TransferCorrupted: A checksum does not match.
+    """
+    started = time.monotonic()
+    meta = comm.recv(source=rank, tag=META_TAG)
+    places: list[_Placeholder] = []
+    _find(meta, places)
+    places.sort(key=lambda place: place.index)
+    tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
+    nbytes = 0
+    for chunk in _chunks([*_weights(session), *tensors]):
+        comm.Recv(chunk, source=rank, tag=CHUNK_TAG)
+        if zlib.crc32(chunk) != comm.recv(source=rank, tag=SUM_TAG):
+            raise TransferCorrupted(f"a chunk of {len(chunk)} bytes from rank {rank} is corrupted")
+        nbytes += len(chunk)
+    _load(session, _fill(meta, tensors))
+    return Moved(nbytes, time.monotonic() - started)
+
+
+def _weights(session: Any) -> list[torch.Tensor]:
+    """Parameters and buffers of the model, in order, to be written in place."""
+    found: list[torch.Tensor] = []
+    for chunk in session.model:
+        found += [p.data for p in chunk.parameters()]
+        # DDP's attribute of the same name holds its gradient buffers.
+        found += list(chunk.module.buffers())
+    return found
+
+
+def _state(session: Any) -> dict[str, Any]:
+    args, transaction = session.args, session.transaction
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return {
+        "optimizer": session.optimizer.state_dict(),
+        "scheduler_steps": session.scheduler.num_steps,
+        "iteration": session.committed,
+        "args": {name: getattr(args, name) for name in _COUNTERS},
+        "eval_starts": transaction.eval_starts,
+        "evaluations": session.evaluations,
+        "golden": _golden(session),
+        "asked_once": [getattr(o, _ASKED_ONCE, None) for o in _optimizers(session)],
+        "rng": torch.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+
+def _load(session: Any, state: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    session.optimizer.load_state_dict(state["optimizer"])
+    session.scheduler.num_steps = state["scheduler_steps"]
+    session.scheduler.step(increment=0)
+    session.args.iteration = state["iteration"]
+    for name, value in state["args"].items():
+        setattr(session.args, name, value)
+    session.transaction.eval_starts = dict(state["eval_starts"])
+    session.evaluations = state["evaluations"]
+    session.committed = state["iteration"]
+    torch.set_rng_state(state["rng"])
+    get_cuda_rng_tracker().set_states(dict(state["tracker"]))
+    _set_golden(session, state["golden"])
+    for optimizer, answers in zip(_optimizers(session), state["asked_once"], strict=True):
+        setattr(optimizer, _ASKED_ONCE, answers)
+
+
+# Megatron sums this over the model-parallel group in the first step only: a newcomer must not ask.
+_ASKED_ONCE = "_has_grad_norm_group_cache"
+
+
+def _optimizers(session: Any) -> list[Any]:
+    return [session.optimizer, *getattr(session.optimizer, "chained_optimizers", ())]
+
+
+def _golden(session: Any) -> list[list[int]]:
+    """How often each parameter's gradient becomes ready; DDP learns it in its first batch."""
+    return [
+        [group.golden_per_param_grad_ready_counts.get(p, 0) for p in _params(group)]
+        for chunk in session.model
+        for group in chunk.bucket_groups
+    ]
+
+
+def _set_golden(session: Any, counts: list[list[int]]) -> None:
+    groups = [group for chunk in session.model for group in chunk.bucket_groups]
+    for group, numbers in zip(groups, counts, strict=True):
+        if any(numbers):
+            pairs = zip(_params(group), numbers, strict=True)
+            group.golden_per_param_grad_ready_counts = {p: n for p, n in pairs if n}
+            group.is_first_batch = False
+
+
+def _params(group: Any) -> list[torch.nn.Parameter]:
+    return [param for bucket in group.buckets for param in bucket.params_list]
+
+
+def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with its tensors moved to ``tensors`` and placeholders in their stead."""
+    if isinstance(value, torch.Tensor):
+        host = value.detach().cpu().contiguous()
+        tensors.append(host)
+        return _Placeholder(len(tensors) - 1, host.dtype, tuple(host.shape))
+    if isinstance(value, dict):
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_strip(item, tensors) for item in value)
+    return value
+
+
+def _find(value: Any, places: list[_Placeholder]) -> None:
+    if isinstance(value, _Placeholder):
+        places.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, places)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _find(item, places)
+
+
+def _fill(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, _Placeholder):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _fill(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_fill(item, tensors) for item in value)
+    return value
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of host tensors, writable, in pieces of at most ``CHUNK_BYTES``."""
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        flat = tensor if tensor.is_contiguous() else None
+        assert flat is not None, "weights and states are contiguous"
+        whole = memoryview(flat.view(-1).view(torch.uint8).numpy()).cast("B")
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]

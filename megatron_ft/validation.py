@@ -1,0 +1,113 @@
+"""What cannot work is refused before any training, with a message that says what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.world.watch import Timeouts
+
+
+class FtArgumentError(ValueError):
+    """Flags that cannot work together; the message says what to do."""
+
+
+def validate_early(options: argparse.Namespace) -> None:
+    """Check the ``--ft-*`` flags by themselves, before torch is imported.
+
+    Raises:
+        FtArgumentError: They cannot work together.
+    """
+    try:
+        Timeouts(
+            alive=options.ft_watch_timeout,
+            progress=options.ft_progress_timeout,
+            collective=options.ft_collective_timeout,
+        )
+    except ValueError as error:
+        raise FtArgumentError(str(error)) from error
+
+
+def validate(args: Any) -> None:
+    """Check Megatron's flags with those of the strategies that are on, before anything is built.
+
+    Raises:
+        FtArgumentError: They cannot work together, or name data that is not there.
+    """
+    _validate_data(args)
+    if not args.ft_recover:
+        return
+    refuse = [
+        (
+            args.use_distributed_optimizer,
+            "--ft-recover needs the whole optimizer state on every replica: with "
+            "--use-distributed-optimizer a lost process takes its shard along. Leave out one",
+        ),
+        (
+            args.use_torch_fsdp2 or args.use_megatron_fsdp,
+            "--ft-recover needs whole parameters on every replica: leave out FSDP",
+        ),
+        (
+            args.virtual_pipeline_model_parallel_size is not None,
+            "--ft-recover supports 1F1B and no pipelining: leave out the interleaved schedule "
+            "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank)",
+        ),
+        (
+            bool(args.num_experts),
+            "--ft-recover does not support mixture of experts: leave out --num-experts",
+        ),
+        (
+            args.data_parallel_size < 2,
+            "--ft-recover needs at least two replicas: start more processes, or lower the "
+            "tensor- or pipeline-parallel size",
+        ),
+        (
+            args.dataloader_type != "external",
+            "--ft-recover reads samples by microbatch id: leave out --dataloader-type",
+        ),
+        (
+            args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
+            "--ft-recover sums the same number of microbatches in every step: leave out "
+            "--rampup-batch-size and --step-batch-size-schedule",
+        ),
+        (args.async_save, "--ft-recover does not support --async-save: leave it out"),
+        (
+            args.distributed_backend != "ulfm",
+            "--ft-recover needs collectives that survive: leave out --distributed-backend and "
+            "start with megatron-ft-run",
+        ),
+    ]
+    for wrong, message in refuse:
+        if wrong:
+            raise FtArgumentError(message)
+
+
+def _validate_data(args: Any) -> None:
+    """Every corpus that the flags name is there.
+
+    Megatron finds out when it builds the datasets, on the slots that read and after the model.
+    """
+    if args.mock_data:
+        return
+    try:
+        prefixes = list(_prefixes(args))
+    except (OSError, ValueError) as error:
+        raise FtArgumentError(f"the list of data paths cannot be read: {error}") from error
+    for prefix in prefixes:
+        lacking = [s for s in (".idx", ".bin") if not Path(prefix + s).is_file()]
+        if "://" not in prefix and lacking:
+            raise FtArgumentError(
+                f"no data at {prefix}: {' and '.join(prefix + s for s in lacking)} missing. A data "
+                "path is the pair's path without .bin and .idx; tools/preprocess_data.py makes one"
+            )
+
+
+def _prefixes(args: Any) -> Iterator[str]:
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    for part in (blend, *(per_split or ())):
+        if part is not None:
+            yield from part[0]
