@@ -78,8 +78,8 @@ def test_saved_while_a_replica_is_dark(form: str, tmp_path: Path) -> None:
 INTERRUPTIONS = {
     "torch_dist": (
         "kill@2:slot=0:point=save:n=0",
-        "kill@4:slot=3:point=save:n=1",
-        "kill@6:slot=1:point=save:n=3",
+        "kill@4:slot=3:point=save:n=2",
+        "kill@6:slot=1:point=save:n=4",
     ),
     "torch": (
         "kill@2:slot=0:point=save:n=1",
