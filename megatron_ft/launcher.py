@@ -126,6 +126,8 @@ def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(options.hostfile, several_hosts),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_free_port()),
         "PYTHONUNBUFFERED": "1",
+        # mpirun gives each rank a terminal; whether the job's output is one is known only here.
+        "TTY_COMPATIBLE": environ.get("TTY_COMPATIBLE") or str(int(sys.stdout.isatty())),
         **dict(_variable(text, environ) for text in options.env),
         LAUNCHED: "1",
         PRRTE_VERSION: mpirun.prrte_version,

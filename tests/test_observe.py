@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observe_child import start_fields, step_fields
 
+from megatron_ft.observe.digest import rows
 from megatron_ft.observe.election import elected_writer
 from megatron_ft.observe.event_table import FIELDS, KINDS, check
 from megatron_ft.observe.events import EventLog
@@ -399,8 +400,8 @@ def a_run_with_a_death(
 
 
 INCIDENT = (
-    "slot 5 (replica 2, stage 1) died: SIGKILL in reduce; replica 2 dark; "
-    "3 of 4 replicas go on with 11+11+10 microbatches; 0.021 s"
+    "slot 5 (replica 2, stage 1) died, noticed at SIGKILL in reduce; replica 2 goes dark; "
+    "3 of 4 replicas go on with 11+11+10 microbatches; repaired in 0.021 s"
 )
 
 
@@ -426,8 +427,9 @@ def test_progress_is_plain_text_in_a_file(run_dir: RunDirectory) -> None:
     assert "\x1b" not in stream.getvalue()
     assert sum("loss 5.500000" in line and "tokens/s" in line for line in lines) == 6
     assert sum("replicas 3/4" in line for line in lines) == 3
-    assert f"iteration      4 | epoch 1 | {INCIDENT}" in lines
-    assert not any("replica 2 dark" in line for line in lines if "died" not in line)
+    assert sum("32 microbatches (11+11+10)" in line for line in lines) == 3
+    assert f"iteration      4 | {INCIDENT} (world epoch 1)" in lines
+    assert not any("replica 2 goes dark" in line for line in lines if "died" not in line)
 
 
 def test_summary_of_a_run_with_a_death(run_dir: RunDirectory) -> None:
@@ -486,7 +488,17 @@ def test_summary_command(run_dir: RunDirectory) -> None:
     command = [sys.executable, "-m", "megatron_ft.observe.summary"]
     done = subprocess.run([*command, run_dir.path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "goodput" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "result stopped with 3 of 4 replicas, no end was reported" in said
+    assert "32 microbatches in every step" in said
+    assert "0.50 s lost in all" in said
+    assert INCIDENT in said
+    assert "2 injected, 1 struck; these never did: kill@99:slot=1" in said
+    done = subprocess.run(
+        [*command, "--all", run_dir.path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "effective_tokens_per_second_per_proc" in done.stdout
     assert INCIDENT in " ".join(done.stdout.split())
     assert run_dir.summary.exists()
     done = subprocess.run(
@@ -494,6 +506,47 @@ def test_summary_command(run_dir: RunDirectory) -> None:
     )
     assert done.returncode == 2
     assert "is it a run directory?" in done.stderr
+
+
+def test_the_digest_says_what_is_wrong(run_dir: RunDirectory) -> None:
+    log = EventLog(run_dir, 0, elected=True)
+    log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    emit_steps(log, 1, 3, microbatches=3, lm_loss=math.nan)
+    stop = {"status": "stopped", "exit_code": 75, "message": "no replica is whole"}
+    log.emit("run_finished", iteration=3, epoch=0, **stop)
+    said = {name: str(value) for name, value in rows(write_summary(run_dir))}
+    assert said["result"] == "stopped with 2 of 2 replicas, exit code 75: no replica is whole"
+    assert said["batch"] == "2 steps did not sum 4 microbatches"
+    assert said["training"].endswith("without a record of 1 steps")
+    assert said["loss"].startswith("NaN at the first step, NaN at the last")
+    assert "repairs" not in said and "faults" not in said
+    assert dict(rows(build_summary([])))["result"].plain.startswith("stopped, no end was reported")
+
+
+@pytest.mark.parametrize(("compatible", "colours"), [("1", True), ("0", False)])
+def test_the_launcher_decides_on_colours(
+    run_dir: RunDirectory, monkeypatch: pytest.MonkeyPatch, compatible: str, colours: bool
+) -> None:
+    """mpirun gives every rank a terminal, which says nothing of the job's own output."""
+    monkeypatch.setenv("TTY_COMPATIBLE", compatible)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rank, terminal = os.openpty()
+    with open(terminal, "w") as stream:
+        progress = Progress(stream)
+        for event in a_run_with_a_death(run_dir).read()[:2]:
+            progress(event)
+            said = os.read(rank, 1 << 16)
+    os.close(rank)
+    assert b"loss 5.5" in said
+    assert (b"\x1b[" in said) is colours
+
+
+def test_the_launcher_says_whether_its_output_is_a_terminal() -> None:
+    command = [sys.executable, "-m", "megatron_ft.launcher", "--dry-run", "-n", "2", "true"]
+    environ = {k: v for k, v in os.environ.items() if k != "TTY_COMPATIBLE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert "TTY_COMPATIBLE=0 " in done.stdout, done.stderr
 
 
 def test_observers_of_a_job_whose_writer_dies(run_dir: RunDirectory) -> None:

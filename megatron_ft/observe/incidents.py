@@ -56,11 +56,15 @@ class Incident:
         return float(self.events[-1]["repair_s"])
 
     @property
+    def deaths(self) -> list[Event]:
+        """Its `fault_detected` events; none where processes only took their slots."""
+        return [e for e in self.events if e["kind"] == "fault_detected"]
+
+    @property
     def text(self) -> str:
         """The incident in one line."""
-        detected = [e for e in self.events if e["kind"] == "fault_detected"]
         followed = [e for e in self.events if e["kind"] in _CONSEQUENCES]
-        clauses = [*map(describe, detected), *_consequences(followed), describe(self.events[-1])]
+        clauses = [*map(describe, self.deaths), *_consequences(followed), describe(self.events[-1])]
         return "; ".join(dict.fromkeys(clauses))
 
 
@@ -131,11 +135,11 @@ def describe(event: Event) -> str:
             return f"injecting {e['fault']} at {_place(e)}"
         case "fault_detected":
             where = f" in {e['point']}" if "point" in e else ""
-            return f"{_place(e)} died: {e['how']}{where}"
+            return f"{_place(e)} died, noticed at {e['how']}{where}"
         case "slot_filled":
             return f"process {e['by_process']} fills {_place(e)}{_cost(e)}"
         case "replica_dark":
-            return f"replica {e['replica']} dark"
+            return f"replica {e['replica']} goes dark"
         case "stage_rebuilt":
             return f"stage {e['stage']} rebuilt ({e['method']}){_cost(e)}"
         case "stage_adopted":
@@ -155,7 +159,10 @@ def describe(event: Event) -> str:
 
 
 def step_line(event: Event, train_iters: int | None = None, num_replicas: int | None = None) -> str:
-    """The progress line of a `step` event."""
+    """The progress line of a `step` event.
+
+    The world epoch is left out: to a person who trains, an epoch is a pass over the data.
+    """
     of_iters = f"/{train_iters}" if train_iters else ""
     of_replicas = f"/{num_replicas}" if num_replicas else ""
     norm = event["grad_norm"]
@@ -163,7 +170,8 @@ def step_line(event: Event, train_iters: int | None = None, num_replicas: int | 
         f"iteration {event['iteration']:>6}{of_iters} | loss {event['lm_loss']:.6f} | "
         f"grad norm {'-' if norm is None else format(norm, '.4f')} | "
         f"{event['tokens_per_second']:>9,.0f} tokens/s | {event['seconds']:.3f} s | "
-        f"replicas {event['live_replicas']}{of_replicas} | epoch {event['epoch']}"
+        f"replicas {event['live_replicas']}{of_replicas} | "
+        f"{event['microbatches']} microbatches ({quota_text(event['quotas'])})"
     )
 
 
@@ -183,7 +191,8 @@ def _repaired(event: Event) -> str:
     quotas = event.get("quotas")
     share = f" with {quota_text(quotas)} microbatches" if quotas else ""
     verb = "goes" if event["live_replicas"] == 1 else "go"
-    return f"{event['live_replicas']}{of_all} replicas {verb} on{share}; {event['repair_s']:.3f} s"
+    went_on = f"{event['live_replicas']}{of_all} replicas {verb} on{share}"
+    return f"{went_on}; repaired in {event['repair_s']:.3f} s"
 
 
 def _consequences(events: Sequence[Event]) -> Iterable[str]:

@@ -18,6 +18,9 @@ _STYLES = {"run_finished": "bold", "fault_injected": "magenta", "eval": "cyan", 
 class Progress:
     """A listener of an `EventLog`: colours on a terminal, plain lines elsewhere.
 
+    Under mpirun every rank's output looks like a terminal, whatever the job's is; the launcher
+    says which it is through TTY_COMPATIBLE, which rich reads.
+
     Args:
         stream: where to print; standard output by default.
         every: print every n-th step; incidents are always printed.
@@ -45,7 +48,8 @@ class Progress:
         if item is None:
             return
         if isinstance(item, Incident):
-            self._print(f"iteration {item.iteration:>6} | epoch {item.epoch} | {item.text}", "red")
+            line = f"iteration {item.iteration:>6} | {item.text} (world epoch {item.epoch})"
+            self._print(line, "red" if item.deaths else "blue")
         elif event["kind"] == "step":
             if event["iteration"] % self._every == 0:
                 line = step_line(event, self._train_iters, self._num_replicas)

@@ -1,7 +1,7 @@
 """summary.json: what a run came to, computed from its events and from nothing else.
 
-`python -m megatron_ft.observe.summary RUN_DIR` builds it again and prints it; this also works for
-a run that was killed before it could write one.
+`python -m megatron_ft.observe.summary RUN_DIR` builds it again and prints it, in a few lines or,
+with `--all`, field by field; this also works for a run that was killed before it could write one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ft.observe.accounting import Accounts, account
+from megatron_ft.observe.digest import print_digest
 from megatron_ft.observe.event_table import Event, spell_float
 from megatron_ft.observe.jsonl import read_events
 from megatron_ft.observe.rundir import RunDirectory, write_json
@@ -59,6 +60,9 @@ def build_summary(events: Sequence[Event]) -> Summary:
         "missing_steps": _missing(steps),
         "starts": len(by_kind.get("run_started", [])),
         "steps_redone": accounts.num_redone,
+        "num_replicas": start.get("num_replicas"),
+        "live_replicas": steps[-1]["live_replicas"] if steps else None,
+        "first_lm_loss": _number(steps[0]["lm_loss"] if steps else None),
         "final_lm_loss": _number(steps[-1]["lm_loss"] if steps else None),
         "validation_lm_loss": _number(validation[-1]["lm_loss"] if validation else None),
         "tokens": tokens,
@@ -151,7 +155,7 @@ def _overhead(events: Sequence[Event]) -> dict[str, int]:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """Print the summary for a person: numbers, then incidents."""
+    """Print every field: numbers, then incidents."""
     table = Table(show_header=False, box=None)
     for name, value in summary.items():
         if name not in ("incidents", "versions", "flags"):
@@ -181,10 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Build summary.json of a run again from its events, and print it.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--all", action="store_true", help="every field, not the few lines")
     args = parser.parse_args(argv)
     if not args.run_dir.is_dir() or not RunDirectory(args.run_dir).event_files():
         parser.error(f"{args.run_dir} holds no events; is it a run directory?")
-    print_summary(write_summary(RunDirectory(args.run_dir)), Console())
+    summary = write_summary(RunDirectory(args.run_dir))
+    (print_summary if args.all else print_digest)(summary, Console())
     return 0
 
 
