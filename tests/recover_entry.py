@@ -153,12 +153,20 @@ def no_compact() -> None:
     saving.compact = lambda world: contextlib.nullcontext()  # type: ignore[assignment]
 
 
+def no_forgetting_of_writes() -> None:
+    """The account of what a broken save wrote stays for the next one."""
+    from megatron_ft.recover import saving
+
+    saving._forget_written = lambda: None
+
+
 EXTRAS: dict[str, Callable[[], None]] = {
     "census": census,
     "full-disk": full_disk,
     "leak": leak,
     "no-compact": no_compact,
     "no-forget": no_forget,
+    "no-forgetting-of-writes": no_forgetting_of_writes,
     "no-restore": no_restore,
     "no-scaler": no_scaler,
     "no-waits": no_waits,

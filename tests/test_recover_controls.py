@@ -9,6 +9,7 @@ import test_recover_checkpoint as checkpoint
 import test_recover_flags as flags
 import test_recover_watch as watch
 from harness import Run, assert_same_training, launch
+from test_recover_matrix import reference
 
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3}
 
@@ -33,7 +34,7 @@ def assert_noticed(run: Run, wanted: Run, bound: float = 1e-6) -> None:
 
 def test_reduced_buckets_that_are_not_restored() -> None:
     run = broken("no-restore", "--ft-fault", "kill@3:slot=1:point=reduced", **PIPELINE)
-    assert_noticed(run, flags.reference(tuple(PIPELINE.items()), ()))
+    assert_noticed(run, reference(tuple(PIPELINE.items()), ()))
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_a_spare_that_keeps_its_gradients() -> None:
     death = ("--ft-recover-policy", "versatile", "--ft-fault", "kill@3:slot=2:point=reduce")
     faults = (*death, "--ft-fault", flags.WITH_SPARES)
     run = broken("no-forget", *faults, **flags.EIGHT)
-    assert_noticed(run, flags.reference(tuple(flags.EIGHT.items()), ()))
+    assert_noticed(run, reference(tuple(flags.EIGHT.items()), ()))
 
 
 @pytest.mark.slow
@@ -50,7 +51,7 @@ def test_a_loss_scale_that_moves_twice() -> None:
     topology, arguments, bound = flags.ARITHMETIC["fp16"]
     deaths = [part for fault in flags.OVERFLOWS for part in ("--ft-fault", fault)]
     run = broken("no-scaler", *arguments, *deaths, **topology)
-    assert_noticed(run, flags.reference(tuple(topology.items()), arguments), bound)
+    assert_noticed(run, reference(tuple(topology.items()), arguments), bound)
 
 
 @pytest.mark.slow
@@ -62,9 +63,20 @@ def test_waiting_that_is_not_told() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_written_without_regard_to_vacancies(tmp_path: Path) -> None:
+    wanted, complete = checkpoint.fault_free(checkpoint.PIPELINE, "torch")
     save = checkpoint.saving(tmp_path, "torch", every=4)
     run = broken("no-compact", *save, "--ft-fault", "kill@3:slot=0", **checkpoint.PIPELINE)
-    again = checkpoint.resumed(tmp_path, "torch", 4, "--ft-recover", **checkpoint.PIPELINE)
     with pytest.raises(AssertionError):
-        checkpoint.assert_goes_on(run, checkpoint.fault_free(checkpoint.PIPELINE), after=0)
-        checkpoint.assert_goes_on(again, checkpoint.fault_free(checkpoint.PIPELINE), after=4)
+        checkpoint.assert_goes_on(run, wanted, after=0)
+        checkpoint.assert_holds_the_same(tmp_path, complete, 4)
+
+
+@pytest.mark.slow
+def test_metadata_of_what_a_broken_save_wrote(tmp_path: Path) -> None:
+    wanted, complete = checkpoint.fault_free(checkpoint.REPLICAS, "torch_dist")
+    save = checkpoint.saving(tmp_path, "torch_dist", every=4)
+    death = ("--ft-fault", "kill@4:slot=3:point=save:n=2")
+    run = broken("no-forgetting-of-writes", *save, *death, **checkpoint.REPLICAS)
+    with pytest.raises(Exception, match=""):
+        checkpoint.assert_goes_on(run, wanted, after=0)
+        checkpoint.assert_holds_the_same(tmp_path, complete, 4)

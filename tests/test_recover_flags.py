@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch, relative
+from test_recover_matrix import reference
 
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3}
 TENSOR = {"tp": 2, "pp": 1, "dp": 3}
@@ -16,11 +16,6 @@ EIGHT = {"tp": 1, "pp": 1, "dp": 8, "per_replica": 2}
 DEATHS = ("kill@3:slot=1:point=backward:n=1", "kill@6:slot=5:point=reduced")
 # Where the loss scale overflows: what the first attempt of the step did to it must not stay.
 OVERFLOWS = ("kill@1:slot=1:point=reduced", "kill@2:slot=5:point=reduced")
-
-
-@functools.cache
-def reference(topology: tuple[tuple[str, int], ...], flags: tuple[str, ...]) -> Run:
-    return launch("--ft-recover", *flags, **dict(topology))
 
 
 def with_deaths(faults: tuple[str, ...], *flags: str, **launching: Any) -> Run:
