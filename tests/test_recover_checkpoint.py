@@ -1,7 +1,7 @@
 """Checkpoints of jobs that lose processes: while slots are vacant, and in the middle of a save.
 
-A checkpoint is complete if it holds what that of the fault-free run holds, and a job that loads it goes
-on as that run did.
+A checkpoint is complete if it holds what that of the fault-free run holds, and a job that loads it
+goes on as that run did.
 """
 
 from __future__ import annotations
