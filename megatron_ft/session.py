@@ -23,7 +23,7 @@ from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
 from megatron_ft.rejoin.transfer import Moved
 from megatron_ft.world.errors import ReplicaLost
-from megatron_ft.world.watch import Watch
+from megatron_ft.world.watch import NO_WATCH, Watch
 from megatron_ft.world.world import Repaired, World
 
 logger = logging.getLogger("megatron_ft")
@@ -243,16 +243,13 @@ class Session:
     def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
         """Megatron's save_checkpoint, tried again if a process dies in it."""
         started = time.monotonic()
-        if self.watch is not None:
-            self.watch.slow_down()
-        if self.resilient:
-            from megatron_ft.recover.saving import save
+        with (self.watch or NO_WATCH).saving():
+            if self.resilient:
+                from megatron_ft.recover.saving import save
 
-            save(self, lambda: original(iteration, *args, **kwargs), iteration)
-        else:
-            original(iteration, *args, **kwargs)
-        if self.watch is not None:
-            self.watch.arm()
+                save(self, lambda: original(iteration, *args, **kwargs), iteration)
+            else:
+                original(iteration, *args, **kwargs)
         reporting.checkpoint(self, iteration, time.monotonic() - started)
 
     @contextlib.contextmanager

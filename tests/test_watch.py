@@ -73,6 +73,7 @@ def test_each_is_found_in_its_time(children: Children) -> None:
         "starting-hold-gil": COLLECTIVE,
         "wait": None,
         "pool": None,
+        "saved": None,
     }
     number: dict[str, int] = {}
     started: dict[str, float] = {}

@@ -56,6 +56,18 @@ def idle(watch: Watch) -> None:
     time.sleep(3600)
 
 
+def save(watch: Watch) -> None:
+    with watch.saving():
+        idle(watch)
+
+
+def saved(watch: Watch) -> None:
+    """After a save that was not within training, nothing needs to tick either."""
+    with watch.saving():
+        time.sleep(0.1)
+    idle(watch)
+
+
 def forge(watch: Watch) -> None:
     """As if this process had got the number of one that died."""
     words = watch._words
@@ -72,7 +84,8 @@ BEHAVIOURS: dict[str, tuple[str, Callable[[Watch], None]]] = {
     "wait": ("arm", wait),
     "pool": ("disarm", idle),
     "pool-stop": ("disarm", stop),
-    "save": ("slow_down", idle),
+    "save": ("arm", save),
+    "saved": ("disarm", saved),
     "starting-hold-gil": ("", hold_gil),
     "starting-stop": ("", stop),
     "forge": ("arm", forge),

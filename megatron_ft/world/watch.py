@@ -78,6 +78,10 @@ class NoWatch:
     def end_wait(self) -> None: ...
 
     @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a call in which the main thread waits for others, where cost does not matter."""
         self.begin_wait()
@@ -168,9 +172,15 @@ class Watch(NoWatch):
         """From now on the main loop must tick."""
         self._enter(_ARMED)
 
-    def slow_down(self) -> None:
-        """The main loop saves: nothing ticks, but it ends within the collective timeout."""
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While the main loop saves: nothing ticks, but it ends within the collective timeout."""
+        before = self._state
         self._enter(_SLOW)
+        try:
+            yield
+        finally:
+            self._enter(before)
 
     def disarm(self) -> None:
         """The main loop does something that may last for ever: idle in the pool."""
