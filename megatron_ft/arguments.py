@@ -167,6 +167,7 @@ def early(argv: Sequence[str]) -> Early:
 
     Raises:
         FtArgumentError: A flag is malformed, or flags do not go together.
+        FaultSpecError: A fault is malformed.
     """
 
     class Parser(argparse.ArgumentParser):
@@ -227,25 +228,33 @@ def _refuse(message: str) -> NoReturn:
     raise FtArgumentError(f"{message} (--help lists all flags)")
 
 
-def parse(**of_provider: Any) -> Any:
+def parse(**of_provider: Any) -> tuple[Any, Any]:
     """Megatron's and our flags, checked by both.
 
     Args:
         of_provider: As ``provider`` takes them.
 
+    Returns:
+        Megatron's args, and what ``pretrain`` takes as configuration.
+
     Raises:
-        FtArgumentError: What Megatron asserts of its flags, or we of ours, does not hold.
+        FtArgumentError: What Megatron asks of its flags, or we of ours, does not hold.
     """
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
     try:
         args = parse_and_validate_args(extra_args_provider=provider(**of_provider))
+        validate(args)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     except FtArgumentError:
         raise
     except (AssertionError, ValueError, OSError) as error:
         raise FtArgumentError(f"Megatron refuses the flags: {_words(error)}") from error
-    validate(args)
-    return args
+    return args, config
 
 
 def _words(error: Exception) -> str:
