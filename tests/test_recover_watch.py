@@ -48,8 +48,8 @@ def found_after(run: Run) -> dict[str, float]:
 def test_the_silent_are_found_in_time() -> None:
     run = run_with(
         "stop@3:slot=0:point=forward",
-        "loop@6:slot=3:point=backward",
-        "hold-gil@8:slot=1:point=reduced",
+        "hold-gil@6:slot=1:point=reduced",
+        "loop@10:slot=3:point=eval",  # after training
     )
     seconds = found_after(run)
     print("found after:", seconds)

@@ -77,9 +77,11 @@ class NoWatch:
 
     def end_wait(self) -> None: ...
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        yield
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -172,15 +174,13 @@ class Watch(NoWatch):
         """From now on the main loop must tick."""
         self._enter(_ARMED)
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> contextlib.AbstractContextManager[None]:
         """While the main loop saves: nothing ticks, but it ends within the collective timeout."""
-        before = self._state
-        self._enter(_SLOW)
-        try:
-            yield
-        finally:
-            self._enter(before)
+        return self._during(_SLOW)
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """While the main loop evaluates: it must tick, after training too."""
+        return self._during(_ARMED)
 
     def disarm(self) -> None:
         """The main loop does something that may last for ever: idle in the pool."""
@@ -201,6 +201,15 @@ class Watch(NoWatch):
         # In this order: a watcher that sees the old state must not see an old stamp with it.
         self._words[base + _PROGRESS] = time.monotonic_ns()
         self._words[base + _STATE] = self._state
+
+    @contextlib.contextmanager
+    def _during(self, state: int) -> Iterator[None]:
+        before = self._state
+        self._enter(state)
+        try:
+            yield
+        finally:
+            self._enter(before)
 
     def _enter(self, state: int) -> None:
         self._state = state
