@@ -230,7 +230,7 @@ class Session:
         """Around Megatron's evaluate."""
         self.evaluating = True
         try:
-            with (self.watch or NO_WATCH).evaluating(), self._reports_are_global():
+            with (self.watch or NO_WATCH).working(), self._reports_are_global():
                 yield
         finally:
             self.evaluating = False

@@ -66,13 +66,15 @@ def test_each_is_found_in_its_time(children: Children) -> None:
         "work": None,
         "stop": ALIVE,
         "hold-gil": ALIVE,
-        "pool-stop": ALIVE,
+        "build-stop": ALIVE,
         "starting-stop": ALIVE,
         "loop": PROGRESS,
+        "pool-loop": PROGRESS,
         "save": COLLECTIVE,
         "starting-hold-gil": COLLECTIVE,
         "wait": None,
         "pool": None,
+        "build": None,
         "saved": None,
     }
     number: dict[str, int] = {}

@@ -75,6 +75,16 @@ def forge(watch: Watch) -> None:
     stop(watch)
 
 
+def pool(watch: Watch) -> None:
+    with watch.working():
+        work(watch)
+
+
+def pool_loop(watch: Watch) -> None:
+    with watch.working():
+        loop(watch)
+
+
 BEHAVIOURS: dict[str, tuple[str, Callable[[Watch], None]]] = {
     # name: (state, what the main thread does)
     "work": ("arm", work),
@@ -82,8 +92,10 @@ BEHAVIOURS: dict[str, tuple[str, Callable[[Watch], None]]] = {
     "loop": ("arm", loop),
     "hold-gil": ("arm", hold_gil),
     "wait": ("arm", wait),
-    "pool": ("disarm", idle),
-    "pool-stop": ("disarm", stop),
+    "build": ("disarm", idle),
+    "pool": ("disarm", pool),
+    "pool-loop": ("disarm", pool_loop),
+    "build-stop": ("disarm", stop),
     "save": ("arm", save),
     "saved": ("disarm", saved),
     "starting-hold-gil": ("", hold_gil),

@@ -255,9 +255,11 @@ class Membership:
         from megatron_ft.rejoin import transfer
 
         comm = self.world.comm
-        if fill.process == self.world.process:
-            return transfer.receive(self.session, comm, self.world.rank_of(fill.source_process))
-        return transfer.send(self.session, comm, self.world.rank_of(fill.process))
+        with self.world.watch.waiting():
+            if fill.process == self.world.process:
+                source = self.world.rank_of(fill.source_process)
+                return transfer.receive(self.session, comm, source)
+            return transfer.send(self.session, comm, self.world.rank_of(fill.process))
 
     # -- step boundaries -------------------------------------------------------------------------
 
@@ -300,6 +302,10 @@ class Membership:
         Raises:
             Released: The job is over.
         """
+        with self.world.watch.working():  # every look around ticks
+            self._look_around()
+
+    def _look_around(self) -> None:
         announced = -1
         while not self.world.slots:
             if self.built is None and self.target is not None:

@@ -80,7 +80,7 @@ class NoWatch:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+    def working(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -178,12 +178,12 @@ class Watch(NoWatch):
         """While the main loop saves: nothing ticks, but it ends within the collective timeout."""
         return self._during(_SLOW)
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """While the main loop evaluates: it must tick, after training too."""
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """While the main loop must tick, in training or not: an evaluation, idling in the pool."""
         return self._during(_ARMED)
 
     def disarm(self) -> None:
-        """The main loop does something that may last for ever: idle in the pool."""
+        """The main loop does something that may last for ever, such as building a model."""
         self._enter(_QUIET)
 
     def begin_wait(self) -> None:
