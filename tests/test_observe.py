@@ -412,6 +412,21 @@ def test_an_incident_is_one_readable_line(run_dir: RunDirectory) -> None:
     assert (incident.detect_s, incident.repair_s) == (0.25, 0.021)
 
 
+def test_meeting_at_the_end_is_no_repair(run_dir: RunDirectory) -> None:
+    """The end of a job takes all processes through a repair that changes nothing."""
+    log = EventLog(run_dir, 0, elected=True)
+    log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    emit_steps(log, 1)
+    met = {"repair_s": 0.1, "live_replicas": 2, "live_processes": 4, "num_replicas": 2}
+    log.emit("repaired", iteration=1, epoch=0, **met)
+    assert incidents(log.read()) == []
+    assert write_summary(run_dir)["repairs"] == 0
+    # A new epoch without a death is one: a process took a slot.
+    log.emit("repaired", iteration=1, epoch=1, **met)
+    log.emit("repaired", iteration=1, epoch=1, **met)
+    assert [(i.epoch, i.deaths) for i in incidents(log.read())] == [(1, [])]
+
+
 def test_many_quotas_are_counted() -> None:
     assert quota_text([131] * 62 + [70]) == "62x131+70"
     assert quota_text([11, 0, 10]) == "11+10"

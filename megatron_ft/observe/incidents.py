@@ -73,15 +73,21 @@ class IncidentCollector:
 
     def __init__(self) -> None:
         self._open: list[Event] = []
+        self._epoch = 0
 
     def add(self, event: Event) -> Incident | Event | None:
         """Take the next event.
 
         Returns:
-            The incident that it ends, None if it belongs to an open one, or the event itself.
+            The incident that it ends, None if it belongs to an open one or tells nothing new, or
+            the event itself.
         """
         kind = event["kind"]
         if kind == "repaired":
+            known, self._epoch = event["epoch"] <= self._epoch, event["epoch"]
+            if known and not self._open:
+                # All meet once more at the end of a job; nothing was repaired.
+                return None
             incident = Incident((*self._open, event))
             self._open.clear()
             return incident
@@ -91,6 +97,7 @@ class IncidentCollector:
         if kind == "run_started":
             # A start of the job that died in mid-repair leaves an incident that never ends.
             self._open.clear()
+            self._epoch = 0
         return event
 
 
