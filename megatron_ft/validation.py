@@ -79,6 +79,11 @@ def validate(args: Any) -> None:
         ),
         (args.async_save, "--ft-recover does not support --async-save: leave it out"),
         (
+            args.ckpt_assume_constant_structure,
+            "--ft-recover: who writes what of a checkpoint changes when a replica is lost: leave "
+            "out --ckpt-assume-constant-structure",
+        ),
+        (
             args.distributed_backend != "ulfm",
             "--ft-recover needs collectives that survive: leave out --distributed-backend and "
             "start with megatron-ft-run",

@@ -72,6 +72,11 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
             flags(*RECOVER, "--save", str(folder), "--save-interval", "4", *ASYNC),
             "does not support --async-save",
         ),
+        "a checkpoint's structure kept": (
+            4,
+            flags(*RECOVER, "--ckpt-assume-constant-structure"),
+            "leave out --ckpt-assume-constant-structure",
+        ),
         "gloo": (4, flags(*RECOVER, "--distributed-backend", "gloo"), "collectives that survive"),
         "Megatron's sampler": (4, flags(*RECOVER, "--dataloader-type", "single"), "by microbatch"),
         "a growing batch": (
