@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import _one_at_a_time
+
 from megatron_ft.world.mpirun import Job, find_mpirun, mpirun_command
 
 WORKERS = Path(__file__).parent / "workers"
@@ -30,7 +32,8 @@ def run_ranks(
 ) -> Ended:
     """Run ``tests/workers/<worker>`` on ``num_ranks`` ranks; kill them all after ``timeout_s``."""
     program = [sys.executable, str(WORKERS / worker), *map(str, arguments)]
-    return run_command(command(num_ranks, program), timeout_s, environment)
+    with _one_at_a_time():
+        return run_command(command(num_ranks, program), timeout_s, environment)
 
 
 def command(num_ranks: int, program: Sequence[str]) -> list[str]:
