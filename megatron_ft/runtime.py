@@ -87,10 +87,11 @@ def _start(early: Early) -> Job:
     under_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     backend = early.backend or ("ulfm" if under_mpi else "gloo")
     if int(os.environ["WORLD_SIZE"]) > 1 or early.strategy:
-        if backend == "ulfm" and not _is_spawned():
+        if backend == "ulfm":
             from megatron_ft.world.preflight import preflight
 
-            preflight()
+            if not _is_spawned():
+                preflight()
         elif early.strategy:
             raise FtArgumentError(
                 f"{early.strategy} needs collectives that survive: leave out "
@@ -177,6 +178,7 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     job.session = session
     session.leave = lambda code: _leave(job, code)  # type: ignore[assignment,func-returns-value]
     if job.boot is not None:
+        session.membership.newcomer = True
         session.membership.history = job.boot["history"]
         session.membership.desired = job.boot["desired"]
     _inject_faults(job)

@@ -118,7 +118,10 @@ class Session:
 
     def elect(self) -> bool:
         """Begin or stop to write for all, as the assignment says; whether this process does."""
-        if self.world is not None:
+        if self.world is not None and not self.world.assignment.live_slots:
+            # The job is about to stop, and somebody has to say so.
+            process_of = (self.world.elected,)
+        elif self.world is not None:
             process_of = self.world.assignment.process_of
         else:
             process_of = tuple(range(int(self.args.world_size)))

@@ -52,6 +52,7 @@ class Committed:
     """How often each id was contributed; all ones."""
     attempts: int
     recomputed: int
+    """Ids computed in attempts after the first, by all replicas."""
     seconds: float
 
 
@@ -148,7 +149,9 @@ class StepTransaction:
         while True:
             attempts += 1
             ids = list(workload.to_compute(self.replica))
-            recomputed += len(ids) if attempts > 1 else 0
+            if attempts > 1:
+                replicas = range(self.world.topology.data)
+                recomputed += sum(len(workload.to_compute(r)) for r in replicas)
             counts, ok = self._attempt(schedule, call, workload, ids, training)
             if self.vote(ok, training):
                 break

@@ -88,12 +88,12 @@ def _incidents(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def _cost(summary: Mapping[str, Any]) -> str:
     lost = sum(summary["downtime_s"])
+    time = f"{lost:.2f} s lost in all" if lost >= 0.01 else "no time lost that can be measured"
+    count = summary["recomputed_microbatches"]
+    again = f"{count} microbatch{'' if count == 1 else 'es'} computed again"
     held = sum(summary["overhead_bytes"].values())
-    memory = f", {held / 2**20:.1f} MiB a process for snapshots and copies" if held else ""
-    return (
-        f"{lost:.2f} s lost in all, {summary['recomputed_microbatches']} microbatches computed "
-        f"again, goodput {summary['goodput']:.1%}{memory}"
-    )
+    memory = f", {held / 2**20:.1f} MiB held by each process for copies" if held else ""
+    return f"{time}, {again}, goodput {summary['goodput']:.1%}{memory}"
 
 
 def _faults(summary: Mapping[str, Any]) -> Text:

@@ -135,7 +135,7 @@ def describe(event: Event) -> str:
         case "run_started":
             return (
                 f"{e['num_processes']} processes serve {e['num_slots']} slots: "
-                f"{e['num_replicas']} replicas of {e['num_stages']} stages, "
+                f"{_count(e['num_replicas'], 'replica')} of {_count(e['num_stages'], 'stage')}, "
                 f"{e['global_microbatches']} microbatches a step"
             )
         case "fault_injected":
@@ -213,6 +213,10 @@ def _consequences(events: Sequence[Event]) -> Iterable[str]:
     for role, replicas in changes.items():
         name = "replica" if len(replicas) == 1 else "replicas"
         yield f"{name} {', '.join(map(str, replicas))} now {role}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _place(event: Event) -> str:

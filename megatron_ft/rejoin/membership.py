@@ -66,6 +66,8 @@ class Membership:
         self.finished = False
         self.target: int | None = None
         """The slot for which this process is asked to build; None if for none."""
+        self.newcomer = False
+        """Whether this process has just been taken in, and the others wait for it to repair."""
         self.history = History()
         self.others: dict[int, Report] = {}
         """The reports of the last repair."""
@@ -129,9 +131,12 @@ class Membership:
 
     def repair(self, facts: Mapping[str, Any]) -> Repaired:
         """Repair until the world is whole, newcomers are in, and state is where it belongs."""
+        called = not self.newcomer
         while True:
             spawned = bool(facts.get("boundary")) and self.spawner.ready()
-            repaired = self.world.repair({**self.facts(), **facts, "spawned": spawned})
+            told = {**self.facts(), **facts, "spawned": spawned}
+            repaired = self.world.repair(told, called=called)
+            called, self.newcomer = True, False
             self._learn(repaired)
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
@@ -139,6 +144,7 @@ class Membership:
             leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
             if leaders:
                 self._admit(leaders)
+                called = False
                 facts = {**facts, "boundary": True}
                 continue
             fills = [a for a in repaired.plan.actions if isinstance(a, Fill)]

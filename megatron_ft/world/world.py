@@ -27,6 +27,7 @@ from megatron_ft.world.watch import NO_WATCH, NoWatch
 logger = logging.getLogger("megatron_ft.world")
 
 _BRIDGE_TAG = 7001
+_SETTLE_S = 0.05
 
 
 class Group(Protocol):
@@ -213,13 +214,15 @@ class World:
                 raise
         return bool(self.comm.Is_revoked())
 
-    def repair(self, facts: Mapping[str, Any]) -> Repaired:
+    def repair(self, facts: Mapping[str, Any], *, called: bool = True) -> Repaired:
         """Shrink the world, plan, and give every group a new communicator.
 
         Collective over all living processes. Failures during the repair begin it again.
 
         Args:
             facts: What the planner and the caller want to know of this process, picklable.
+            called: Whether the others must be called to it; not so right after ``admit``, when all
+                of them come by themselves.
         """
         started = time.monotonic()
         before = self.assignment
@@ -227,7 +230,8 @@ class World:
         with self.watch.waiting():
             for group in self.groups.values():
                 group.drain()
-        revoke(self.comm)
+        if called:
+            revoke(self.comm)
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
             report = Report(self.process, groups, self.label, facts)
@@ -310,7 +314,7 @@ class World:
         """
         peer = bridge if bridge is not None else MPI.COMM_SELF
         inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
-        merged = quiet(inter.Merge(False))
+        merged = settled(inter.Merge(False))
         inter.Free()
         old, self.comm = self.comm, merged
         free(old)
@@ -380,8 +384,20 @@ def _cannot_relabel(old: int, new: int) -> None:
 def join(bridge: MPI.Intracomm) -> MPI.Intracomm:
     """A spawned process's side of ``World.admit``; returns the world's communicator."""
     inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
-    merged = quiet(inter.Merge(True))
+    merged = settled(inter.Merge(True))
     inter.Free()
+    return merged
+
+
+def settled(merged: MPI.Intracomm) -> MPI.Intracomm:
+    """Wait until all have the communicator: a revocation that overtakes its making is fatal.
+
+    Open MPI 5.0.11 follows a null pointer then, in ompi_comm_revoke_local.
+    """
+    quiet(merged)
+    merged.Agree(1)
+    merged.Barrier()
+    time.sleep(_SETTLE_S)
     return merged
 
 
