@@ -108,6 +108,16 @@ def launch(
         *MODEL,
         *flags,
     ]
+    return run_alone(command, directory, timeout, env)
+
+
+def run_alone(
+    command: list[str],
+    directory: Path,
+    timeout: float = TIMEOUT_S,
+    env: dict[str, str] | None = None,
+) -> Run:
+    """Run a command that starts several ranks, when no other launch of the tests is running."""
     with _one_at_a_time():
         return _run(command, directory, timeout, env)
 
