@@ -4,7 +4,7 @@
 #
 #   make demo
 #
-# RUN_ROOT: folder for the run directories (default runs/demo-<timestamp>); STOCK_ITERS and
+# RUN_ROOT: folder for the run directories (default runs/demo-<timestamp>); STOCK_ITERS (3 or more) and
 # RECOVER_ITERS: lengths. The last line is "demo: ok" if all went as it should.
 set -euo pipefail
 cd "$(dirname "$0")/.."

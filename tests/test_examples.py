@@ -263,7 +263,7 @@ def test_the_demo_twice_in_a_folder_with_a_space(tmp_path: Path) -> None:
     copy = copy_of_the_repository(tmp_path, with_venv=True)
     for _ in range(2):
         with _one_at_a_time():
-            done = run_script("demo.sh", cwd=copy, timeout=900, STOCK_ITERS="2", RECOVER_ITERS="60")
+            done = run_script("demo.sh", cwd=copy, timeout=900, STOCK_ITERS="4", RECOVER_ITERS="60")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         lines = done.stdout.splitlines()
         assert lines[-1] == "demo: ok"
