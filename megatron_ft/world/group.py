@@ -2,7 +2,7 @@
 
 Rank and size are those of the slots, whatever lives. This file only turns torch's many signatures
 (lists of one tensor, option objects, older overloads) into the operations of ``reductions``,
-``movement`` and ``p2p``.
+``gathering``, ``movement`` and ``p2p``.
 
 A blocking call to a process that never answers is not timed: whoever watches the processes makes
 the missing one dead or revokes the communicator. ``work.wait(timeout)`` and
@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import Work
 
-from megatron_ft.world import checks, movement, p2p, reductions, registry
+from megatron_ft.world import checks, gathering, movement, p2p, reductions, registry
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.link import Link
 from megatron_ft.world.policy import PlainPolicy
@@ -170,24 +170,24 @@ class UlfmProcessGroup(ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         checks.single("all_gather", inputs)
-        return movement.all_gather(self, outputs, inputs, _async(opts))
+        return gathering.all_gather(self, outputs, inputs, _async(opts))
 
     def allgather_coalesced(self, lists: TensorLists, inputs: Tensors, opts: Any = None) -> Work:
         # torch's lists are by group rank, then by tensor.
         checks.length("all_gather", "output tensor", lists, self.size())
         outputs = list(zip(*lists, strict=True))
         checks.length("all_gather", "input tensor", inputs, len(outputs))
-        return movement.all_gather(self, outputs, inputs, _async(opts))
+        return gathering.all_gather(self, outputs, inputs, _async(opts))
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        return movement.all_gather_into(self, (output,), (tensor,), _async(opts))
+        return gathering.all_gather_into(self, (output,), (tensor,), _async(opts))
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        return movement.all_gather_into(self, outputs, inputs, _async(opts))
+        return gathering.all_gather_into(self, outputs, inputs, _async(opts))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -196,7 +196,7 @@ class UlfmProcessGroup(ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         tensor = checks.single("gather", inputs)
-        return movement.gather(self, outputs[0] if outputs else (), tensor, *_root_options(opts))
+        return gathering.gather(self, outputs[0] if outputs else (), tensor, *_root_options(opts))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> Work:
         if isinstance(outputs, torch.Tensor):

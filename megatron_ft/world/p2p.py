@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Work
 from megatron_ft.world import staging
 from megatron_ft.world.dtypes import copy_type
 from megatron_ft.world.errors import WorldBroken, guard
-from megatron_ft.world.work import Pending, nothing
+from megatron_ft.world.pending import Pending, nothing
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup

@@ -16,8 +16,9 @@ from torch.distributed.distributed_c10d import Work
 
 from megatron_ft.world.errors import guard, translate
 from megatron_ft.world.link import Link
+from megatron_ft.world.pending import Pending
 from megatron_ft.world.watch import NO_WATCH, NoWatch
-from megatron_ft.world.work import DoneWork, Pending, PendingWork
+from megatron_ft.world.work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Work
 
 from megatron_ft.world import checks, staging
 from megatron_ft.world.dtypes import MAX_COUNT, Reduction, reduction
-from megatron_ft.world.work import Pending, merge, settle
+from megatron_ft.world.pending import Pending, merge, settle
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup

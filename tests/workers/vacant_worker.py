@@ -27,9 +27,9 @@ from mpi4py import MPI
 from megatron_ft.world.backend import PlainPolicy, UlfmProcessGroup, register
 from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.link import Link
+from megatron_ft.world.pending import nothing, settle
 from megatron_ft.world.policy import Body
 from megatron_ft.world.registry import live_groups
-from megatron_ft.world.work import nothing, settle
 
 SLOT = MPI.COMM_WORLD.rank
 NUM_SLOTS = 4
