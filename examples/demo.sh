@@ -4,8 +4,8 @@
 #
 #   make demo
 #
-# RUN_ROOT: folder for the run directories (default runs/demo-<timestamp>); STOCK_ITERS (3 or more) and
-# RECOVER_ITERS: lengths. The last line is "demo: ok" if all went as it should.
+# RUN_ROOT: folder for the run directories (default runs/demo-<timestamp>-<pid>); STOCK_ITERS and
+# RECOVER_ITERS: lengths, 3 or more. The last line is "demo: ok" if all went as it should.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
