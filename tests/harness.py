@@ -178,7 +178,9 @@ def assert_same_training(run: Run, reference: Run, bound: float = 1e-6) -> None:
         if other["grad_norm"] is None:  # the loss scale overflowed
             assert step["grad_norm"] is None, step
         else:
-            assert relative(other["grad_norm"], step["grad_norm"]) <= 100 * bound, (step, other)
+            # The norm of one step amplifies what the order of summation does: up to 4e-4 was seen
+            # where losses agreed to 3e-7. One microbatch too few changes it by some per cent.
+            assert relative(other["grad_norm"], step["grad_norm"]) <= 1000 * bound, (step, other)
     assert len(run.validation) == len(reference.validation)
     for got, want in zip(run.validation, reference.validation, strict=True):
         assert relative(want, got) <= bound
