@@ -316,12 +316,16 @@ class Membership:
         while not self.world.slots:
             if self.built is None and self.target is not None:
                 return
-            if self.world.needs_repair():
+            if self.world.needs_repair() or self._nobody_trains():
                 self._take_part()
             elif self.built is not None and announced != self.world.epoch:
                 announced = self.world.epoch
                 self._announce()
             time.sleep(POOL_INTERVAL_S)
+
+    def _nobody_trains(self) -> bool:
+        """Whether all active processes died at once, so that none of them can begin a repair."""
+        return self.world.known_dead().issuperset(self.world.assignment.active_processes)
 
     def _take_part(self) -> None:
         repaired = self.repair({})

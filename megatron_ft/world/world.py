@@ -214,6 +214,14 @@ class World:
                 raise
         return bool(self.comm.Is_revoked())
 
+    def known_dead(self) -> frozenset[int]:
+        """The processes whose death MPI has told this one of, without asking anybody."""
+        failed, everyone = self.comm.Get_failed(), self.comm.Get_group()
+        ranks = MPI.Group.Translate_ranks(failed, range(failed.size), everyone)
+        failed.Free()
+        everyone.Free()
+        return frozenset(self.ids[rank] for rank in ranks)
+
     def repair(self, facts: Mapping[str, Any], *, called: bool = True) -> Repaired:
         """Shrink the world, plan, and give every group a new communicator.
 
