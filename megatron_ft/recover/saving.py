@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.session import NoWayOn
 from megatron_ft.world.compact import compact
@@ -70,21 +71,24 @@ def _try(session: Session, attempt: Callable[[], object]) -> str | None:
         with compact(world):
             attempt()
         return None
-    except Exception as caught:  # Megatron and torch wrap what broke in errors of their own
+    except (Exception, CheckpointException) as caught:  # the latter is none of the former
         world.revoke_active()
         world.revoke_groups(pipeline=True)
-        return "" if _is_broken_off(caught) else f"{type(caught).__name__}: {caught}"
+        return _reason(caught)
     finally:
         policy.in_transaction = False
 
 
-def _is_broken_off(error: BaseException | None) -> bool:
-    """Whether another process is what failed."""
-    while error is not None:
-        if isinstance(error, WorldBroken):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _reason(error: BaseException) -> str:
+    """What failed here; "" if another process did."""
+    if isinstance(error, CheckpointException):  # what each process failed with, on the first one
+        return "; ".join(filter(None, (_reason(inner) for inner, _ in error.failures.values())))
+    link: BaseException | None = error
+    while link is not None:  # Megatron and torch wrap what broke in errors of their own
+        if isinstance(link, WorldBroken):
+            return ""
+        link = link.__cause__ or link.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_complete(session: Session, iteration: int) -> bool:
