@@ -212,8 +212,6 @@ class World:
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
-            if self.known_dead().issuperset(self.assignment.active_processes):
-                return True  # nobody is left who would begin it
         return bool(self.comm.Is_revoked())
 
     def known_dead(self) -> frozenset[int]:
