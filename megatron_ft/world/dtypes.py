@@ -7,6 +7,7 @@ MPI cannot add, are computed in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -93,15 +94,16 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
         RuntimeError: ``op`` is not defined for ``dtype``, in the words of torch's gloo backend.
     """
     # torch makes isinstance say that every RedOpType is a ReduceOp.
-    kind = getattr(op, "op", op)
+    given: Any = op
+    kind: ReduceOp.RedOpType = getattr(given, "op", given)
     key = (kind.value, dtype)
     found = _cache.get(key)
     if found is None:
         found = _cache[key] = _plan(kind, dtype)
     if kind == ReduceOp.PREMUL_SUM:
-        if kind is op:
+        if kind is given:
             raise RuntimeError("ReduceOp.PREMUL_SUM without a factor")
-        return Reduction(found.op, found.wire, found.compute, factor=op.factor)
+        return Reduction(found.op, found.wire, found.compute, factor=given.factor)
     return found
 
 
