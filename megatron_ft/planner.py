@@ -310,30 +310,3 @@ def _apply(state: _State, chosen: Mapping[int, tuple[_Draft, list[Option]]]) -> 
     for slot, host in host_of.items():
         state.process_of[slot] = state.process_of[host]
         state.adopted.add(slot)
-
-
-def without_moves(made: RecoveryPlan) -> RecoveryPlan:
-    """The plan for processes that cannot change their slot: what is not whole goes dark.
-
-    Where the plan moved processes to make a last replica whole there is nothing left to do.
-    """
-    topology, before = made.topology, made.before
-    stay = [None if p in made.failed else p for p in before.process_of]
-    whole = [
-        dp
-        for dp in range(topology.data)
-        if all(stay[slot] is not None for slot in topology.replica(dp))
-    ]
-    keep = {slot for dp in whole for slot in topology.replica(dp)}
-    process_of = tuple(p if slot in keep else None for slot, p in enumerate(stay))
-    living = [p for p in before.processes if p not in made.failed]
-    pool = tuple(p for p in living if p not in set(process_of))
-    after = Assignment(before.epoch + 1, process_of, pool)
-    if not whole:
-        reason = "every replica has lost a process"
-        advice = "Start again from the last checkpoint (--max-restarts does so)"
-        stop = Stop(4, reason, advice)
-        return RecoveryPlan(topology, before, made.failed, made.assignment, (stop,))
-    holds = {p: frozenset(map(topology.shard_of, before.slots_of(p))) for p in living}
-    actions = tuple(actions_between(topology, before, after, holds))
-    return RecoveryPlan(topology, before, made.failed, after, actions)
