@@ -18,11 +18,17 @@ from typing import Any
 from megatron_ft import arguments
 from megatron_ft.arguments import EXIT_BAD_FLAGS, EXIT_NO_WAY_ON, Early, FtArgumentError
 from megatron_ft.faults.spec import FaultSpecError
-from megatron_ft.world.environment import rank_environment, write_exit_code
+from megatron_ft.world.environment import (
+    STATUS_FILE,
+    rank_environment,
+    read_exit_code,
+    write_exit_code,
+)
 
 logger = logging.getLogger("megatron_ft")
 
 BOOT_PATIENCE_S = 600.0
+REFUSAL_PATIENCE_S = 20.0
 
 
 def main(program_start: float | None = None) -> int:
@@ -57,6 +63,13 @@ def _refuse(error: Exception, speak: bool) -> int:
     if speak:
         print(f"pretrain_llama_ft.py: {error}", file=sys.stderr, flush=True)
         write_exit_code(EXIT_BAD_FLAGS)
+        return EXIT_BAD_FLAGS
+    # mpirun ends all ranks when the first leaves with a code: the one that says why goes first.
+    status = os.environ.get(STATUS_FILE)
+    end = time.monotonic() + REFUSAL_PATIENCE_S
+    while status and time.monotonic() < end and read_exit_code(Path(status)) is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
     return EXIT_BAD_FLAGS
 
 
@@ -341,11 +354,6 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_ft import llama
 
@@ -358,16 +366,14 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     if session.injector is not None:
         registry.install(faults.PATCHES)
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
-    args = parse_and_validate_args(
-        extra_args_provider=arguments.provider(
-            has_gpu=has_gpu, default_backend=job.backend, strategy=job.early.strategy
-        ),
+    args, config = arguments.parse(
+        has_gpu=has_gpu, default_backend=job.backend, strategy=job.early.strategy
     )
     session.args = args
-    arguments.validate(args)
     if session.joining:
         # Its state comes from a live replica, and what the others found in their data is known.
         args.load = args.pretrained_checkpoint = None
+        config.checkpoint.load = config.checkpoint.pretrained_checkpoint = None
         args.do_train, args.do_valid, args.do_test = True, args.eval_iters > 0, args.eval_iters > 0
     if session.injector is not None:
         session.fault_plan.check(
@@ -380,7 +386,6 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         guard_start(job.world, lambda: session.training)
     store = _register_backend(job)
     _install_strategies(job)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
         config,
         llama.datasets_provider,

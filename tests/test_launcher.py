@@ -253,8 +253,10 @@ def test_a_rank_is_killed_and_the_job_ends_well(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     for line in ("[0] hello", "[1] hello", "[2] hello", "[0] 2 survivors", "[2] 2 survivors"):
         assert line in lines
-    # Survived deaths are not reported by mpirun's boxes.
-    assert sorted(done.stderr.splitlines()) == ["[0] to stderr", "[2] to stderr"]
+    # Survived deaths are not reported by mpirun's boxes. On a busy machine libevent, inside
+    # prterun, may remark on the dead rank's closed pipe.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[warn] Epoll")]
+    assert sorted(said) == ["[0] to stderr", "[2] to stderr"]
 
 
 def test_the_job_says_that_it_gave_up(tmp_path: Path) -> None:
