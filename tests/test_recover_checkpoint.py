@@ -17,6 +17,9 @@ import torch
 from harness import Run, assert_faults_fired, launch, relative
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 8
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3, "iters": ITERATIONS, "per_replica": 2}
 REPLICAS = {"tp": 1, "pp": 1, "dp": 4, "iters": ITERATIONS, "per_replica": 2}

@@ -11,6 +11,9 @@ import test_recover_watch as watch
 from harness import Run, assert_same_training, launch
 from test_recover_matrix import reference
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3}
 
 

@@ -9,6 +9,9 @@ import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch, relative
 from test_recover_matrix import reference
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3}
 TENSOR = {"tp": 2, "pp": 1, "dp": 3}
 EIGHT = {"tp": 1, "pp": 1, "dp": 8, "per_replica": 2}

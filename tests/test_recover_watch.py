@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 REPLICAS = {"tp": 1, "pp": 1, "dp": 4, "iters": 10, "per_replica": 2}
 ALIVE, PROGRESS, COLLECTIVE = 2.0, 5.0, 40.0
 SHORT = (
