@@ -6,6 +6,7 @@ needs to pretrain, evaluate, save and load on a CPU.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,22 @@ def _without_host_check(original: Callable[..., Any]) -> Callable[..., Any]:
     return fork
 
 
+def _norm_of_part_of_a_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = original(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            # Megatron sums its gradient over the tensor-parallel peers, which see a part each.
+            parameter.sequence_parallel = True
+        return norm
+
+    return new_norm
+
+
 def _torch(target: str, make: Callable[[Any], Any], reason: str) -> Patch:
     return Patch(
         name=f"cpu.{target.replace(':', '.')}",
@@ -173,5 +190,13 @@ PATCHES: tuple[Patch, ...] = (
         reason="silences a warning that the host RNG moved: here it is the forked one",
         kind="wrap",
         make=_without_host_check,
+    ),
+    Patch(
+        name="cpu.sequence_parallel_norm",
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        reason="torch's norm serves --sequence-parallel too; Megatron's own needs Apex or a GPU",
+        kind="wrap",
+        make=_norm_of_part_of_a_sequence,
+        requires=("config",),
     ),
 )

@@ -1,115 +1,108 @@
-"""Stock Megatron's saving, loading, recomputation and sequence parallelism over ulfm."""
+"""Stock Megatron's saving, loading, recomputation and sequence parallelism over ulfm.
+
+A run saves half way; others load that and go on, as they were or with options that trade memory for
+time and places. All of them are held to the run that was never interrupted.
+"""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from harness import Run, launch, relative
 
-# Minutes each: part of `make test-slow`.
-pytestmark = pytest.mark.slow
-
 Flags = tuple[str, ...]
-Topology = tuple[int, int, int]
 
 BOUND = 1e-6
-"""Relative, on losses: sums over a sequence are cut in two by sequence parallelism (see
+"""Relative, on losses. Sequence parallelism cuts sums over a sequence in two (see
 ``test_stock.BOUND``)."""
+CONTROL_BOUND = 1e-4
+"""By at least so much a run must differ that did not load its optimizer."""
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+SHARDED = ("--use-distributed-optimizer", "--bf16")
 RECOMPUTE = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
+SEQUENCE_PARALLEL = ("--sequence-parallel",)
 
 
-def run(topology: Topology, *flags: str, iters: int) -> Run:
-    tensor, pipeline, data = topology
-    done = launch(*flags, tp=tensor, pp=pipeline, dp=data, iters=iters)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that saves, and how others go on from there."""
+
+    topology: tuple[int, int, int]
+    format: str
+    iters: int
+    flags: Flags = ()
+    close: Flags | None = None
+    """Options under which the rest is the same but for the order of sums."""
+    equal: Flags | None = None
+    """Options under which the rest is the same to the last bit."""
+    control: bool = False
+
+
+CASES = {
+    "torch_dist": Case(topology=(1, 2, 2), format="torch_dist", iters=12, flags=DROPOUT),
+    "torch": Case(
+        topology=(2, 1, 1),
+        format="torch",
+        iters=12,
+        close=(*RECOMPUTE, *SEQUENCE_PARALLEL),
+        control=True,
+    ),
+    "torch_dist-3d": Case(
+        topology=(2, 2, 2), format="torch_dist", iters=30, flags=DROPOUT, equal=RECOMPUTE
+    ),
+    "torch-3d": Case(topology=(2, 2, 2), format="torch", iters=30, close=SEQUENCE_PARALLEL),
+    "torch_dist-sharded": Case(
+        topology=(1, 2, 2), format="torch_dist", iters=30, flags=(*DROPOUT, *SHARDED)
+    ),
+    "torch-sharded": Case(topology=(1, 2, 2), format="torch", iters=30, flags=(*DROPOUT, *SHARDED)),
+}
+IN_CI = {"torch_dist", "torch"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_a_loaded_run_goes_on_as_if_never_interrupted(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    half = case.iters // 2
+    flags = ("--ckpt-format", case.format)
+    whole = run(case, *flags, "--save", str(tmp_path), "--save-interval", str(half))
+    assert [event["iteration"] for event in whole.of_kind("checkpoint")] == [half, case.iters]
+
+    loading = (*flags, "--load", str(tmp_path), "--ckpt-step", str(half))
+    assert_same_rest(run(case, *loading), whole, half, exact=True)
+    if case.equal is not None:
+        assert_same_rest(run(case, *loading, *case.equal), whole, half, exact=True)
+    if case.close is not None:
+        assert_same_rest(run(case, *loading, *case.close), whole, half, exact=False)
+    if case.control:
+        other = run(case, *loading, "--no-load-optim")
+        with pytest.raises(AssertionError):
+            assert_same_rest(other, whole, half, exact=False)
+        last = case.iters
+        assert relative(whole.losses[last], other.losses[last]) > CONTROL_BOUND
+
+
+def run(case: Case, *flags: str) -> Run:
+    tensor, pipeline, data = case.topology
+    done = launch(*case.flags, *flags, tp=tensor, pp=pipeline, dp=data, iters=case.iters)
     assert done.returncode == 0, done.output[-4000:]
     return done
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-CHECKPOINTS = [
-    # format, topology, iterations, further flags
-    pytest.param("torch_dist", (1, 2, 2), 12, (), id="torch_dist"),
-    pytest.param("torch", (1, 1, 2), 12, (), id="torch"),
-    pytest.param("torch_dist", (2, 2, 2), 30, (), id="torch_dist-3d", marks=pytest.mark.slow),
-    pytest.param("torch", (2, 2, 2), 30, (), id="torch-3d", marks=pytest.mark.slow),
-    *(
-        pytest.param(
-            *(name, (1, 2, 2), 30, ("--use-distributed-optimizer", "--bf16")),
-            id=f"{name}-sharded",
-            marks=pytest.mark.slow,
-        )
-        for name in ("torch_dist", "torch")
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "topology", "iters", "more"), CHECKPOINTS)
-def test_a_loaded_run_goes_on_as_if_never_interrupted(
-    name: str, topology: Topology, iters: int, more: Flags, tmp_path: Path
-) -> None:
-    """To the last bit, with dropout: the state of every generator is saved too."""
-    half = iters // 2
-    flags = (*DROPOUT, *more, "--ckpt-format", name)
-    saving = ("--save", str(tmp_path), "--save-interval", str(half))
-    whole = run(topology, *flags, *saving, iters=iters)
-    assert [event["iteration"] for event in whole.of_kind("checkpoint")] == [half, iters]
-
-    loading = ("--load", str(tmp_path), "--ckpt-step", str(half))
-    resumed = run(topology, *flags, *loading, iters=iters)
-    assert sorted(resumed.steps) == list(range(half + 1, iters + 1))
-    fields = ("lm_loss", "grad_norm", "learning_rate", "samples_digest", "microbatches")
+def assert_same_rest(resumed: Run, whole: Run, after: int, *, exact: bool) -> None:
+    assert sorted(resumed.steps) == [i for i in sorted(whole.steps) if i > after]
     for iteration, step in resumed.steps.items():
         other = whole.steps[iteration]
-        assert [step[f] for f in fields] == [other[f] for f in fields], iteration
-    assert resumed.validation == whole.validation
-
-    if name == "torch":  # the negative control, where it costs least
-        other = run(topology, *flags, *loading, "--no-load-rng", iters=iters)
-        assert all(loss != whole.losses[i] for i, loss in other.losses.items())
-
-
-# -- what trades memory for time or places ---------------------------------------------------------
-
-
-@functools.cache
-def plain(topology: Topology, more: Flags, iters: int) -> Run:
-    return run(topology, *more, iters=iters)
-
-
-OPTIONS = [
-    # topology, the options, flags of both runs, iterations, whether every bit is the same
-    pytest.param(
-        *((2, 1, 1), (*RECOMPUTE, "--sequence-parallel"), (), 12, False),
-        id="recompute-and-sequence-parallel",
-    ),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow, id=name)
-        for name, case in {
-            "recompute": ((2, 2, 2), RECOMPUTE, DROPOUT, 30, True),
-            "sequence-parallel": ((2, 2, 2), ("--sequence-parallel",), (), 30, False),
-            "recompute-alone": ((1, 4, 1), RECOMPUTE, (), 30, True),
-        }.items()
-    ),
-]
-
-
-@pytest.mark.parametrize(("topology", "options", "more", "iters", "exact"), OPTIONS)
-def test_the_same_training_in_another_way(
-    topology: Topology, options: Flags, more: Flags, iters: int, exact: bool
-) -> None:
-    reference = plain(topology, more, iters)
-    other = run(topology, *more, *options, iters=iters)
-    assert len(other.losses) == iters
-    for iteration, loss in other.losses.items():
+        for field in ("learning_rate", "samples_digest", "microbatches"):
+            assert step[field] == other[field], (iteration, field)
         if exact:
-            assert loss == reference.losses[iteration], iteration
-        assert relative(reference.losses[iteration], loss) <= BOUND, iteration
-    for got, want in zip(other.validation, reference.validation, strict=True):
+            assert (step["lm_loss"], step["grad_norm"]) == (other["lm_loss"], other["grad_norm"])
+        assert relative(other["lm_loss"], step["lm_loss"]) <= BOUND, iteration
+    for got, want in zip(resumed.validation, whole.validation, strict=True):
         assert relative(want, got) <= BOUND
