@@ -46,6 +46,7 @@ def test_a_new_process_is_started_for_a_dead_one(reference: Run) -> None:
     assert_all_back(run, reference, {1, 3})
 
 
+@pytest.mark.slow
 def test_without_a_replacement_the_replica_stays_dark(reference: Run) -> None:
     """The negative control: nothing comes back by itself."""
     run = launch("--ft-recover", "--ft-fault", "kill@3:slot=3", **TOPOLOGY)
