@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from harness import MODEL, ROOT, Run, data_prefix, launch, relative, run_alone
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 Flags = tuple[str, ...]
 Topology = tuple[int, int, int]
 

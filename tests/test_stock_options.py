@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from harness import Run, launch, relative
 
+# Minutes each: part of `make test-slow`.
+pytestmark = pytest.mark.slow
+
 Flags = tuple[str, ...]
 
 BOUND = 1e-6
