@@ -76,16 +76,10 @@ def test_arithmetic(name: str) -> None:
     assert wanted.returncode == 0, wanted.output[-4000:]
     run = with_deaths(OVERFLOWS if name == "fp16" else DEATHS, *flags, **topology)
     assert_same_training(run, wanted, bound)
-    assert skipped(run) == skipped(wanted)
-    if name == "fp16":
-        assert skipped(run)[:2] == [1, 1], "no scale overflowed: nothing of it was shown"
-
-
-def skipped(run: Run) -> list[int]:
-    """Megatron's count of skipped iterations, as it printed it at each step."""
-    words = "number of skipped iterations:"
-    lines = [line for line in run.output.splitlines() if words in line]
-    return [int(line.split(words)[1].split("|")[0]) for line in lines]
+    if name == "fp16":  # without a gradient norm a step was skipped
+        overflowed = [i for i, step in wanted.steps.items() if step["grad_norm"] is None]
+        assert overflowed[:2] == [1, 2], "no scale overflowed where a process died"
+        assert len(overflowed) < len(wanted.steps)
 
 
 VERSATILE = ("--ft-recover-policy", "versatile")
@@ -169,6 +163,8 @@ def test_one_wandb_run_whoever_writes(tmp_path: Path) -> None:
         env={"WANDB_MODE": "offline"},
     )
     name = (run.directory / "wandb_id").read_text()
-    folders = [path.name for path in (run.directory / "wandb").glob("offline-run-*")]
+    folders = list((run.directory / "wandb").glob("offline-run-*"))
     assert len(folders) == 3, folders
-    assert {folder.rsplit("-", 1)[1] for folder in folders} == {name}
+    assert {file.name for folder in folders for file in folder.glob("*.wandb")} == {
+        f"run-{name}.wandb"
+    }
