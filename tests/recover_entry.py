@@ -55,9 +55,9 @@ def _open_files() -> Iterator[str]:
 
 
 def _resident() -> int:
-    """Bytes of memory that are this process's own and present."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    """Bytes of memory that are this process's own and present; not the pages of files."""
+    present, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (present - of_files) * resource.getpagesize()
 
 
 def leak() -> None:
