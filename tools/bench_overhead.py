@@ -260,7 +260,8 @@ def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> int:
     options = arguments()
-    console = Console()
+    # A pipe has no width of its own, and a table folded to 80 columns is hard to read.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     chosen = options.topology or list(COMPARISONS[options.compare].goals)
     rows = [compare(options, sizes, console) for sizes in chosen]
     console.print(table(options, rows))
