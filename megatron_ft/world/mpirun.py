@@ -30,6 +30,9 @@ MCA = {
     # Open MPI's own heartbeats hang and crash healthy jobs; ours fence a silent process instead.
     "mpi_ft_detector": "0",
     "mpi_ft_detector_thread": "0",
+    # A rank that waits gives its core to one that computes. --oversubscribe asks for the same, but
+    # mpirun takes that back where it counts enough cores.
+    "mpi_yield_when_idle": "1",
     # Data loaders fork; nothing that fork endangers is used.
     "mpi_warn_on_fork": "0",
     "opal_warn_on_missing_libcuda": "0",
