@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calls, cpu_device, faults, observe, recover, ulfm, wheel
+from . import calls, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
 from .registry import Patch, Reliance
 
 AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
@@ -12,6 +12,7 @@ AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "observe": observe.PATCHES,
     "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,
+    "mecefo": mecefo.PATCHES,
     "faults": faults.PATCHES,
     "calls": calls.RELIANCES,
 }
@@ -23,6 +24,7 @@ WHEN: dict[str, str] = {
     "observe": "always",
     "vacancy": "a strategy is on",
     "recover": "a strategy is on",
+    "mecefo": "--ft-mecefo",
     "faults": "faults are injected",
     "calls": "never: called as it is",
 }
