@@ -1,0 +1,1 @@
+"""Which microbatch runs where and when in a pipeline, and the function that runs it."""
