@@ -31,6 +31,7 @@ setup(
     description="Megatron-Core pretraining that goes on when processes die",
     python_requires=">=3.12,<3.14",  # megatron-core 0.19 has wheels for 3.12 and 3.13
     packages=find_packages(include=["megatron_ft", "megatron_ft.*"]),
+    package_data={"megatron_ft.report": ["*.css", "*.js"]},
     install_requires=CLOSE + LOOSE,
     extras_require={
         "test": [

@@ -141,16 +141,8 @@ def eventful(path: Path) -> Path:
     fault = "kill@20:slot=1:point=reduce"
     run.begin(train_iters=90, faults=[fault])
     run.steps(19)
-    run.emit(
-        "fault_injected",
-        0.1,
-        fault=fault,
-        fault_kind="kill",
-        point="reduce",
-        slot=1,
-        stage=0,
-        n=None,
-    )
+    struck = {"fault_kind": "kill", "point": "reduce", "slot": 1, "stage": 0, "n": None}
+    run.emit("fault_injected", 0.1, fault=fault, **struck)
     run.deal({1})
     run.die(1, 0, 1, restore_s=0.004, recompute_s=0.1)
     run.step(1.1)
@@ -194,6 +186,35 @@ def example(name: str) -> Any:
     """A value that the table accepts for a field."""
     values = {"int": 1, "number": 0.5, "string": name, "mapping": {}, "ints": [1], "strings": []}
     return values[FIELDS[name].rstrip("?")]
+
+
+def restarted(path: Path) -> Path:
+    """A run that was stopped by too many deaths, and started again from a checkpoint."""
+    run = Writer(path, data=2, pool=0)
+    run.begin(train_iters=40)
+    run.steps(10)
+    run.emit("checkpoint", 0.5, path="ckpt", seconds=0.5)
+    run.steps(7)
+    run.iteration += 1
+    run.emit("fault_detected", 0.2, slot=0, how="agreement", failed_process=0, replica=0, stage=0)
+    run.emit("fault_detected", slot=1, how="agreement", failed_process=1, replica=1, stage=0)
+    run.emit("run_finished", 0.1, status="stopped", exit_code=75, message="no replica is whole")
+    run.now += 8
+    run.iteration = 10
+    run.begin(train_iters=40)
+    run.steps(30)
+    return run.end("ok")
+
+
+def running(path: Path, num_steps: int = 25) -> Path:
+    """A run that has not ended; its writer is in the middle of a line."""
+    run = Writer(path)
+    run.begin(train_iters=1000)
+    run.steps(num_steps)
+    run.log.close()
+    with run.run_dir.events.open("ab") as file:
+        file.write(b'{"id": "7:step-26", "time": 170000')
+    return run.run_dir.path
 
 
 def long(path: Path, num_steps: int = 10_000, num_incidents: int = 500, data: int = 8) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from megatron_ft.report import wording
 from megatron_ft.report.curves import digits, thin
 from megatron_ft.report.figures import Figure, figures_of
 from megatron_ft.report.load import RunData
@@ -98,7 +99,7 @@ def change(figure: Figure, first: Figure) -> str:
         a, b = sum(a), sum(b)
     elif figure.field == "step_seconds":
         a, b = a.get("p50"), b.get("p50")
-    elif figure.field == "overhead_bytes":
+    elif figure.field == "overhead_bytes" and a and b:
         a, b = sum(a.values()), sum(b.values())
     if not _is_number(a) or not _is_number(b) or a == b:
         return ""
@@ -108,7 +109,9 @@ def change(figure: Figure, first: Figure) -> str:
         return f"{a - b:+.2g}"
     if isinstance(a, int) and isinstance(b, int) and abs(b) < 10_000:
         return f"{a - b:+,}"
-    return f"{(a / b - 1) * 100:+.1f}%" if b else ""
+    if not b:
+        return ""
+    return f"{(a / b - 1) * 100:+.1f}%" if 0.5 <= a / b < 2 else f"x {wording.number(a / b)}"
 
 
 def _is_number(value: object) -> bool:

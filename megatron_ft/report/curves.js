@@ -2,36 +2,60 @@
 
 const MAX_LINES = 40; // more incidents than this are ticks below the curve only
 const MARKS_HEIGHT = 14;
-const INCIDENT_WORDS = { died: 'a process died', unrepaired: 'died, not repaired', other: 'joined or changed, nobody died' };
+const INCIDENT_WORDS = {
+  died: 'a process died',
+  unrepaired: 'died, not repaired',
+  other: 'joined or changed, nobody died',
+};
 
 // Draws series of {name, step, time, y, className}. Options: log, zero, points, incidents, starts,
 // checkpoints, valueText, label.
 function drawCurves(figure, view, series, options) {
-  const height = 300, axis = view.axis, domain = view.domain;
+  const height = 300,
+    axis = view.axis,
+    domain = view.domain;
   const { root, width } = canvas(figure, height, options.label);
   const marks = options.incidents && options.incidents.length ? MARKS_HEIGHT : 0;
-  const top = 10, bottom = height - 26 - marks, right = width - 8;
+  const top = 10,
+    bottom = height - 26 - marks,
+    right = width - 8;
 
   const inside = series.map((one) => within(one[axis], domain));
-  let low = Infinity, high = -Infinity;
+  let low = Infinity,
+    high = -Infinity;
   const see = (value) => {
     if (options.log && value <= 0) return;
     low = Math.min(low, value);
     high = Math.max(high, value);
   };
-  series.forEach((one, k) => { for (let i = inside[k][0]; i < inside[k][1]; i++) see(one.y[i]); });
+  series.forEach((one, k) => {
+    for (let i = inside[k][0]; i < inside[k][1]; i++) see(one.y[i]);
+  });
   for (const point of options.points || []) if (inDomain(point[axis], domain)) see(point.y);
   if (options.zero) see(0);
   if (low === Infinity) {
-    root.append(svg('text', { x: width / 2, y: height / 2, 'text-anchor': 'middle', class: 'quiet' }, 'nothing to show'));
+    root.append(
+      svg(
+        'text',
+        { x: width / 2, y: height / 2, 'text-anchor': 'middle', class: 'quiet' },
+        'nothing to show',
+      ),
+    );
     return;
   }
-  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= options.log ? low / 2 : pad; high += pad; }
-  else if (!options.log) { const pad = (high - low) * 0.04; low -= pad; high += pad; }
+  if (low === high) {
+    const pad = Math.abs(low) * 0.1 || 1;
+    low -= options.log ? low / 2 : pad;
+    high += pad;
+  } else if (!options.log) {
+    const pad = (high - low) * 0.04;
+    low -= pad;
+    high += pad;
+  }
 
   const places = options.log ? logTicks(low, high) : ticks(low, high, 5);
   const words = places.map((value) => numberText(value, 6));
-  const left = Math.ceil(Math.max(...words.map((text) => text.length)) * TEXT_WIDTH) + 10;
+  const left = view.leftFor(words);
   const xOf = linear(domain[0], domain[1], left, right);
   const yOf = (options.log ? logarithmic : linear)(low, high, bottom, top);
 
@@ -51,21 +75,51 @@ function drawCurves(figure, view, series, options) {
     if (inDomain(one[axis], domain)) root.append(vertical('restart', xOf(one[axis]), top, bottom));
   }
   for (const one of options.checkpoints || []) {
-    if (inDomain(one[axis], domain)) root.append(vertical('checkpoint', xOf(one[axis]), bottom - 7, bottom));
+    if (inDomain(one[axis], domain))
+      root.append(vertical('checkpoint', xOf(one[axis]), bottom - 7, bottom));
   }
 
   series.forEach((one, k) => {
-    const line = polyline(one, axis, [Math.max(0, inside[k][0] - 1), Math.min(one.y.length, inside[k][1] + 1)], xOf, yOf, options.log, left, right);
-    root.append(svg('path', { class: 'curve ' + one.className, d: line }));
+    const line = polyline(
+      one,
+      axis,
+      [Math.max(0, inside[k][0] - 1), Math.min(one.y.length, inside[k][1] + 1)],
+      xOf,
+      yOf,
+      options.log,
+      left,
+      right,
+    );
+    root.append(
+      svg('path', {
+        class: `curve ${inside[k][1] - inside[k][0] < 150 ? 'sparse ' : ''}${one.className}`,
+        d: line,
+      }),
+    );
     if (inside[k][1] - inside[k][0] <= 60 && series.length === 1) {
       for (let i = inside[k][0]; i < inside[k][1]; i++) {
-        if (!options.log || one.y[i] > 0) root.append(svg('circle', { class: 'dot ' + one.className, cx: xOf(one[axis][i]), cy: yOf(one.y[i]), r: 2 }));
+        if (!options.log || one.y[i] > 0)
+          root.append(
+            svg('circle', {
+              class: 'dot ' + one.className,
+              cx: xOf(one[axis][i]),
+              cy: yOf(one.y[i]),
+              r: 2,
+            }),
+          );
       }
     }
   });
   for (const point of options.points || []) {
     if (inDomain(point[axis], domain) && (!options.log || point.y > 0)) {
-      root.append(svg('circle', { class: 'point ' + point.split, cx: xOf(point[axis]), cy: yOf(point.y), r: 4 }));
+      root.append(
+        svg('circle', {
+          class: 'point ' + point.split,
+          cx: xOf(point[axis]),
+          cy: yOf(point.y),
+          r: 4,
+        }),
+      );
     }
   }
 
@@ -97,7 +151,11 @@ function drawCurves(figure, view, series, options) {
       if (!inDomain(one[axis][i], domain) || (options.log && one.y[i] <= 0)) return;
       if (where === null) {
         where = xOf(one[axis][i]);
-        lines.push(axis === 'time' ? `${secondsText(one.time[i])}, step ${groups(one.step[i])}` : `step ${groups(one.step[i])}`);
+        lines.push(
+          axis === 'time'
+            ? `${secondsText(one.time[i])}, step ${groups(one.step[i])}`
+            : `step ${groups(one.step[i])}`,
+        );
       }
       lines.push(`${one.name} ${numberText(one.y[i], 7)}`);
       crossDots[k].setAttribute('cx', xOf(one[axis][i]));
@@ -105,13 +163,18 @@ function drawCurves(figure, view, series, options) {
       crossDots[k].removeAttribute('visibility');
     });
     for (const one of options.points || []) {
-      if (Math.abs(xOf(one[axis]) - at.x) < 6) lines.push(`${one.split} loss ${numberText(one.y, 7)}`);
+      if (Math.abs(xOf(one[axis]) - at.x) < 6)
+        lines.push(`${one.split} loss ${numberText(one.y, 7)}`);
     }
     for (const one of [...(options.checkpoints || []), ...(options.starts || [])]) {
       if (Math.abs(xOf(one[axis]) - at.x) < 4) lines.push(one.text);
     }
     if (near.length) lines.push('', ...tipLines(near));
-    if (where === null) { cross.setAttribute('visibility', 'hidden'); hideTip(); return; }
+    if (where === null) {
+      cross.setAttribute('visibility', 'hidden');
+      hideTip();
+      return;
+    }
     crossLine.setAttribute('x1', where);
     crossLine.setAttribute('x2', where);
     cross.setAttribute('visibility', 'visible');
@@ -119,7 +182,10 @@ function drawCurves(figure, view, series, options) {
   };
   root.addEventListener('pointermove', point);
   root.addEventListener('pointerdown', point);
-  root.addEventListener('pointerleave', () => { cross.setAttribute('visibility', 'hidden'); hideTip(); });
+  root.addEventListener('pointerleave', () => {
+    cross.setAttribute('visibility', 'hidden');
+    hideTip();
+  });
   root.addEventListener('click', (event) => {
     const at = pointOf(root, event);
     if (at.y < bottom || !options.onIncident) return;
@@ -133,7 +199,8 @@ const inDomain = (value, domain) => value >= domain[0] && value <= domain[1];
 
 // First and one past the last index of a sorted list that lie in the domain.
 function within(sorted, domain) {
-  let begin = 0, end = sorted.length;
+  let begin = 0,
+    end = sorted.length;
   while (begin < end && sorted[begin] < domain[0]) begin++;
   while (end > begin && sorted[end - 1] > domain[1]) end--;
   return [begin, end];
@@ -144,17 +211,30 @@ function vertical(className, x, top, bottom) {
 }
 
 function polyline(one, axis, [begin, end], xOf, yOf, log, left, right) {
-  let path = '', pen = 'M';
+  let path = '',
+    pen = 'M';
   for (let i = begin; i < end; i++) {
-    if (log && one.y[i] <= 0) { pen = 'M'; continue; }
-    path += `${pen}${clamp(xOf(one[axis][i]), left - 1, right + 1).toFixed(1)} ${yOf(one.y[i]).toFixed(1)}`;
+    if (log && one.y[i] <= 0) {
+      pen = 'M';
+      continue;
+    }
+    const x = clamp(xOf(one[axis][i]), left - 1, right + 1);
+    path += `${pen}${x.toFixed(1)} ${yOf(one.y[i]).toFixed(1)}`;
     pen = 'L';
   }
   return path;
 }
 
 function drawIncidents(root, incidents, xOf, axis, top, bottom, left, right) {
-  root.append(svg('rect', { class: 'strip', x: left, y: bottom + 1, width: right - left, height: MARKS_HEIGHT - 2 }));
+  root.append(
+    svg('rect', {
+      class: 'strip',
+      x: left,
+      y: bottom + 1,
+      width: right - left,
+      height: MARKS_HEIGHT - 2,
+    }),
+  );
   const few = incidents.length <= MAX_LINES;
   for (const one of incidents) {
     const x = xOf(one[axis]);
@@ -170,68 +250,9 @@ function closest(incidents, axis, place, reach) {
 }
 
 function tipLines(incidents) {
-  const shown = incidents.slice(0, 2).flatMap((one, k) => (k ? [''] : []).concat(one.text.split('\n')));
+  const shown = incidents
+    .slice(0, 2)
+    .flatMap((one, k) => (k ? [''] : []).concat(one.text.split('\n')));
   if (incidents.length > 2) shown.push('', `and ${incidents.length - 2} more here: look closer`);
   return shown;
-}
-
-// The plot of a run, with buttons for what it shows.
-function runCurves(figure, run, view, onIncident) {
-  const controls = figure.querySelector('.curve-controls');
-  let metric = run.curves.lm_loss ? 'lm_loss' : Object.keys(run.curves)[0], log = false;
-  const title = figure.querySelector('h3');
-  const draw = () => {
-    const curve = run.curves[metric];
-    if (!curve) { note(figure, 'No step is committed yet.'); return; }
-    const isLoss = metric === 'lm_loss';
-    title.textContent = curve.label[0].toUpperCase() + curve.label.slice(1) + (view.axis === 'time' ? ' over time' : ' over steps');
-    drawCurves(figure, view, [{ ...curve, name: curve.label, className: 'series-0' }], {
-      log, label: title.textContent, onIncident,
-      points: isLoss ? run.evals : [],
-      incidents: run.incidents, starts: run.starts.slice(1), checkpoints: run.checkpoints,
-    });
-    const items = [['series-0 line', curve.label]];
-    if (isLoss) for (const split of new Set(run.evals.map((one) => one.split))) items.push(['point ' + split, split + ' loss']);
-    for (const type of ['died', 'unrepaired', 'other']) {
-      if (run.incidents.some((one) => one.type === type)) items.push(['incident ' + type, INCIDENT_WORDS[type]]);
-    }
-    if (run.checkpoints.length) items.push(['checkpoint', 'checkpoint']);
-    if (run.starts.length > 1) items.push(['restart', 'the job was started again']);
-    legend(figure, items);
-    const words = [];
-    if (curve.y.length + curve.numNotFinite < curve.total) words.push(`${groups(curve.y.length)} of ${groups(curve.total)} steps are drawn, with every peak and dip.`);
-    if (curve.numNotFinite) words.push(`Not a finite number at ${curve.numNotFinite} steps: ${curve.notFinite.slice(0, 8).join(', ')}${curve.numNotFinite > 8 ? ', ...' : ''}.`);
-    note(figure, words.join(' '));
-  };
-  if (Object.keys(run.curves).length) {
-    const choice = html('select');
-    choice.setAttribute('aria-label', 'curve');
-    for (const name of Object.keys(run.curves)) {
-      const option = html('option', '', run.curves[name].label);
-      option.value = name;
-      choice.append(option);
-    }
-    choice.value = metric;
-    choice.addEventListener('change', () => { metric = choice.value; draw(); });
-    const label = html('label', '', ' log scale'), box = html('input');
-    box.type = 'checkbox';
-    box.addEventListener('change', () => { log = box.checked; draw(); });
-    label.prepend(box);
-    controls.append(choice, label);
-  }
-  view.plots.push(draw);
-}
-
-function comparedCurves(section, comparison, view) {
-  const losses = section.querySelector('[data-plot=losses]');
-  const deltas = section.querySelector('[data-plot=differences]');
-  const named = (list, from) => list.map((one, k) => ({ ...one, className: 'series-' + ((k + from) % 8) }));
-  const all = named(comparison.losses, 0), less = named(comparison.differences, 1);
-  const items = (list) => list.map((one) => [one.className + ' line', one.name]);
-  view.plots.push(() => {
-    drawCurves(losses, view, all, { label: 'losses of all runs' });
-    legend(losses, items(all));
-    drawCurves(deltas, view, less, { label: 'differences of losses', zero: true });
-    legend(deltas, items(less));
-  });
 }

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from megatron_ft.observe.event_table import Event
 from megatron_ft.report.timeline import Timeline
 
-# A plot is at most some 1,200 pixels wide; each bucket keeps up to four points.
+# A plot is at most some 1,200 pixels wide; each bucket keeps up to four points. The loss is what a
+# reader looks at more closely, so it keeps more.
 NUM_BUCKETS = 600
+NUM_LOSS_BUCKETS = 2500
 # Digits enough to read any value off the page, and half of what all of them would take.
 NUM_DIGITS = 9
 
@@ -55,19 +57,29 @@ def thin(values: Sequence[float], num_buckets: int = NUM_BUCKETS) -> list[int]:
     return sorted(kept)
 
 
-def curves_of(steps: Sequence[Event], timeline: Timeline) -> dict[str, Curve]:
-    """All metrics of the committed steps; one that no step has is left out."""
+def curves_of(
+    steps: Sequence[Event], timeline: Timeline, num_loss_buckets: int = NUM_LOSS_BUCKETS
+) -> dict[str, Curve]:
+    """All metrics of the committed steps; one that no step has is left out.
+
+    Args:
+        num_loss_buckets: how far the loss is thinned, see `thin`.
+    """
     found = {}
     for name, label in METRICS.items():
         having = [step for step in steps if step.get(name) is not None]
         if having:
-            found[name] = _curve(label, name, having, timeline)
+            buckets = num_loss_buckets if name == "lm_loss" else NUM_BUCKETS
+            found[name] = _curve(label, name, having, timeline, buckets)
     return found
 
 
-def _curve(label: str, name: str, steps: Sequence[Event], timeline: Timeline) -> Curve:
+def _curve(
+    label: str, name: str, steps: Sequence[Event], timeline: Timeline, num_buckets: int
+) -> Curve:
     finite = [step for step in steps if math.isfinite(step[name])]
-    kept = [finite[index] for index in thin([float(step[name]) for step in finite])]
+    values = [float(step[name]) for step in finite]
+    kept = [finite[index] for index in thin(values, num_buckets)]
     return Curve(
         label=label,
         steps=[step["iteration"] for step in kept],

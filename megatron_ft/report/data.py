@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ft.observe.event_table import Event
 from megatron_ft.report.compare import differences
-from megatron_ft.report.curves import Curve, curves_of, digits
+from megatron_ft.report.curves import NUM_BUCKETS, Curve, curves_of, digits
 from megatron_ft.report.load import RunData
 from megatron_ft.report.rows import Row
 from megatron_ft.report.shares import replica_lanes, shown_replicas
@@ -58,7 +58,7 @@ def comparison_data(runs: Sequence[RunData]) -> dict[str, Any]:
     """Loss curves of all runs, and their differences from the first."""
     series = []
     for run in runs:
-        curves = curves_of(run.accounts.steps, Timeline(run.events))
+        curves = curves_of(run.accounts.steps, Timeline(run.events), NUM_BUCKETS)
         if "lm_loss" in curves:
             series.append({"name": run.name, **_curve(curves["lm_loss"])})
         else:

@@ -86,7 +86,9 @@ def figures_of(run: RunData) -> list[Figure]:
     planned = run.start.get("train_iters")
     wrong = summary["steps_with_wrong_microbatches"]
     found = [
-        _figure(summary, "steps", "iterations", lambda v: _of(v, planned)),
+        _figure(
+            summary, "steps", "iterations", lambda v: _of(v, planned if v != planned else None)
+        ),
         _figure(summary, "final loss", "final_lm_loss", wording.loss),
         _figure(summary, "validation loss", "validation_lm_loss", wording.loss),
         _figure(summary, "goodput", "goodput", lambda v: f"{v:.1%}"),

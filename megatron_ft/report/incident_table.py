@@ -11,14 +11,14 @@ from megatron_ft.report.rows import TAGS, Row
 # Name, title of the column, and whether it holds numbers.
 _COLUMNS = (
     ("step", "step", True),
-    ("time", "after", True),
+    ("time", "time", True),
     ("who", "who died", False),
     ("when", "when", False),
     ("deeds", "what was done", False),
     ("detect", "noticed after", True),
     ("repair", "repair", True),
     ("moved", "state moved", True),
-    ("again", "computed again", True),
+    ("again", "microbatches again", True),
     ("downtime", "downtime", True),
 )
 
@@ -78,9 +78,7 @@ def _line(index: int, number: int, row: Row, begin: float) -> str:
         _number(5, row.detect_s, _seconds(row.detect_s)),
         _number(6, cost["repair_s"], _seconds(cost["repair_s"]), *details),
         _number(7, cost["transfer_bytes"], *_moved(cost)),
-        _number(
-            8, again, "-" if again is None else f"{again:,.0f}", *(["microbatches"] * bool(again))
-        ),
+        _number(8, again, "-" if again is None else f"{again:,.0f}"),
         _number(9, row.downtime_s, _seconds(row.downtime_s), shared),
     )
     return (
@@ -91,7 +89,7 @@ def _line(index: int, number: int, row: Row, begin: float) -> str:
 def _moved(cost: dict[str, float | None]) -> tuple[str, ...]:
     moved, took = cost["transfer_bytes"], cost["transfer_s"]
     if moved is None:
-        return ("-",)
+        return (_seconds(took),)
     return (wording.size(moved), f"in {wording.seconds(took)}" if took else "")
 
 

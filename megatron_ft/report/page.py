@@ -26,7 +26,8 @@ from megatron_ft.report.rows import rows_of
 from megatron_ft.report.timeline import Timeline
 from megatron_ft.report.times import Part, parts_of
 
-_SCRIPTS = ("draw.js", "view.js", "curves.js", "lanes.js", "table.js", "main.js")
+_SCRIPTS = ("draw.js", "view.js", "curves.js", "curve_plots.js", "lanes.js", "table.js", "main.js")
+_STYLES = ("page.css", "tables.css", "plots.css", "legends.css", "narrow.css")
 _NUM_TILES = 8
 
 
@@ -59,7 +60,7 @@ def build_page(runs: Sequence[RunData], now: float | None = None) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{_text(names)} - run report</title>",
-            f"<style>{_resource('page.css')}</style></head>\n<body>",
+            f"<style>{''.join(map(_resource, _STYLES))}</style></head>\n<body>",
             *sections,
             f"<footer>Made {wording.clock(when)} by megatron_ft from the run director"
             f"{'y' if len(runs) == 1 else 'ies'} "
@@ -146,7 +147,7 @@ def _time(parts: Sequence[Part], run: RunData) -> str:
     )
     return (
         '<figure class="plot"><figcaption><h3>Where the time went</h3></figcaption>'
-        f'<p class="sub">Goodput {run.summary["goodput"]:.1%}: committed steps are so much of '
+        f'<p class="sub">Goodput {run.summary["goodput"]:.1%}: committed steps are that share of '
         f"{wording.seconds(wall)}.</p>"
         f'<div class="bar" role="img" aria-label="shares of the wall time">{bar}</div>'
         f'<table class="parts"><tbody>{lines}</tbody></table></figure>'

@@ -115,9 +115,7 @@ class Row:
         words = list(dict.fromkeys(describe(e) for e in done))
         if self.repaired is not None:
             words.append(_went_on(self.repaired))
-        elif self.deaths:
-            words.append("not repaired: nothing follows")
-        elif not done:
+        elif self.deaths or not done:
             words.append("no repair followed")
         return words
 
@@ -126,12 +124,13 @@ class Row:
         """Seconds and bytes; None where nothing was measured."""
         repaired = self.repaired or {}
         moved = [e for e in (*self.events, repaired) if "transfer_s" in e or "transfer_bytes" in e]
+        sizes = [e["transfer_bytes"] for e in moved if "transfer_bytes" in e]
         return {
             "repair_s": repaired.get("repair_s"),
             "restore_s": repaired.get("restore_s"),
             "recompute_s": repaired.get("recompute_s"),
             "transfer_s": max((e.get("transfer_s", 0.0) for e in moved), default=None),
-            "transfer_bytes": sum(e.get("transfer_bytes", 0) for e in moved) if moved else None,
+            "transfer_bytes": sum(sizes) if sizes else None,
         }
 
     @property
@@ -154,7 +153,7 @@ def rows_of(run: RunData, timeline: Timeline) -> list[Row]:
             continue
         seen.add(identity)
         row = by_epoch.get((start, event["epoch"]))
-        if row is None or (event["kind"] == "fault_detected" and row.repaired is not None):
+        if row is None or not _is_of_repair(event, row):
             row = _loose(rows, start, event)
         row.events.append(event)
         row.downtime_s = event.get("down_s", row.downtime_s)
@@ -184,6 +183,12 @@ def _of_repairs(run: RunData, timeline: Timeline) -> list[Row]:
 
 def _row(row_of: dict[str, Row], incident: Incident) -> Row:
     return row_of[incident.events[-1]["id"]]
+
+
+def _is_of_repair(event: Event, row: Row) -> bool:
+    """Whether an event that came after a repair tells what the repair did."""
+    late = abs(event["iteration"] - row.iteration) > 1
+    return not late and event["kind"] not in ("fault_detected", "run_restarted")
 
 
 def _loose(rows: list[Row], start: int, event: Event) -> Row:

@@ -3,17 +3,23 @@
 function incidentTable(section) {
   const body = section.querySelector('tbody');
   if (!body) return null;
-  const rows = [...body.rows], heads = [...section.querySelectorAll('thead th')];
-  const find = section.querySelector('[data-find]'), kind = section.querySelector('[data-kind]');
-  const choice = section.querySelector('[data-sort]'), count = section.querySelector('[data-count]');
+  const rows = [...body.rows],
+    heads = [...section.querySelectorAll('thead th')];
+  const find = section.querySelector('[data-find]'),
+    kind = section.querySelector('[data-kind]');
+  const choice = section.querySelector('[data-sort]'),
+    count = section.querySelector('[data-count]');
   const texts = rows.map((row) => row.textContent.toLowerCase());
-  let column = 0, down = false;
+  let column = 0,
+    down = false;
 
   const filter = () => {
     const wanted = find.value.trim().toLowerCase();
     let shown = 0;
     rows.forEach((row, k) => {
-      const fits = texts[k].includes(wanted) && (!kind.value || row.dataset.tags.split(' ').includes(kind.value));
+      const fits =
+        texts[k].includes(wanted) &&
+        (!kind.value || row.dataset.tags.split(' ').includes(kind.value));
       row.hidden = !fits;
       if (fits) shown++;
     });
@@ -21,7 +27,8 @@ function incidentTable(section) {
   };
 
   const keyOf = (row) => {
-    const cell = row.cells[column], value = cell.dataset.v;
+    const cell = row.cells[column],
+      value = cell.dataset.v;
     if (value === undefined) return cell.textContent;
     return value === '' ? null : Number(value);
   };
@@ -36,12 +43,16 @@ function incidentTable(section) {
       return (down ? -order : order) || i - j;
     });
     body.append(...keyed.map(([, , row]) => row));
-    heads.forEach((head, k) => head.setAttribute('aria-sort', k !== column ? 'none' : down ? 'descending' : 'ascending'));
+    heads.forEach((head, k) =>
+      head.setAttribute('aria-sort', k !== column ? 'none' : down ? 'descending' : 'ascending'),
+    );
     choice.value = String(column);
   };
   heads.forEach((head, k) => {
     // Costs are looked at from the largest down.
-    head.querySelector('button').addEventListener('click', () => sort(k, k === column ? !down : k > 4));
+    head
+      .querySelector('button')
+      .addEventListener('click', () => sort(k, k === column ? !down : k > 4));
   });
   choice.addEventListener('change', () => sort(Number(choice.value), Number(choice.value) > 4));
   find.addEventListener('input', filter);
@@ -49,7 +60,10 @@ function incidentTable(section) {
   heads[0].setAttribute('aria-sort', 'ascending');
 
   return (row) => {
-    if (row.hidden) { find.value = kind.value = ''; filter(); }
+    if (row.hidden) {
+      find.value = kind.value = '';
+      filter();
+    }
     for (const other of rows) other.classList.toggle('chosen', other === row);
     row.scrollIntoView({ block: 'center', behavior: 'smooth' });
   };

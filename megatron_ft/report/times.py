@@ -132,6 +132,9 @@ def _divide(
         "restore": measured(interruption.incidents, "restore_s") or 0.0,
         "recompute": measured(interruption.incidents, "recompute_s") or 0.0,
     }
+    if not any(incident.deaths for incident in interruption.incidents):
+        # Processes only took their slots, between two steps: what was measured is all there is.
+        left = max(left, sum(wanted.values()))
     shares = {}
     for key, value in wanted.items():
         shares[key] = min(value, left)

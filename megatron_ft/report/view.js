@@ -6,11 +6,21 @@ class View {
     this.axis = ranges.step ? 'step' : 'time';
     this.zoom = null;
     this.plots = [];
+    this.names = []; // labels of the lanes, [long, short], which all plots leave room for
   }
 
   get domain() {
     const [low, high] = this.zoom || this.ranges[this.axis] || [0, 1];
     return high > low ? [low, high] : [low - 0.5, high + 0.5];
+  }
+
+  // Room for the labels at the left of all plots, so that the same step is below itself.
+  leftFor(labels) {
+    const lanes = this.names.map(([long, short]) => (isNarrow() ? short : long));
+    return (
+      Math.ceil(Math.max(0, ...[...labels, ...lanes].map((words) => words.length)) * TEXT_WIDTH) +
+      10
+    );
   }
 
   setAxis(axis) {
@@ -32,7 +42,8 @@ class View {
 
 // Dragging with a mouse looks closer at what was dragged over; a double click shows all again.
 function allowZoom(root, view, place, left, right, top, bottom) {
-  let from = null, band = null;
+  let from = null,
+    band = null;
   root.addEventListener('pointerdown', (event) => {
     if (event.pointerType !== 'mouse' || event.button !== 0) return;
     from = clamp(pointOf(root, event).x, left, right);
@@ -50,7 +61,9 @@ function allowZoom(root, view, place, left, right, top, bottom) {
     band.setAttribute('width', Math.abs(to - from));
   });
   root.addEventListener('pointerup', (event) => {
-    const to = clamp(pointOf(root, event).x, left, right), begin = from, dragged = band;
+    const to = clamp(pointOf(root, event).x, left, right),
+      begin = from,
+      dragged = band;
     from = band = null;
     if (!dragged) return;
     dragged.remove();
@@ -68,10 +81,12 @@ function pointOf(root, event) {
 
 // Index of the item of a sorted list that is nearest to a value.
 function nearest(sorted, value) {
-  let low = 0, high = sorted.length - 1;
+  let low = 0,
+    high = sorted.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (sorted[middle] < value) low = middle + 1; else high = middle;
+    if (sorted[middle] < value) low = middle + 1;
+    else high = middle;
   }
   return low > 0 && value - sorted[low - 1] < sorted[low] - value ? low - 1 : low;
 }
@@ -80,7 +95,12 @@ function canvas(figure, height, label) {
   const holder = figure.querySelector('.canvas');
   const width = printing ? PRINT_WIDTH : Math.max(240, Math.floor(holder.clientWidth));
   clear(holder);
-  const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, width: '100%', role: 'img', 'aria-label': label });
+  const root = svg('svg', {
+    viewBox: `0 0 ${width} ${height}`,
+    width: '100%',
+    role: 'img',
+    'aria-label': label,
+  });
   holder.append(root);
   return { root, width };
 }
@@ -88,6 +108,10 @@ function canvas(figure, height, label) {
 // Paper is narrower than most windows, and a plot drawn for a wide one would be shrunk.
 const PRINT_WIDTH = 720;
 let printing = false;
+
+function isNarrow() {
+  return !printing && document.documentElement.clientWidth < 600;
+}
 
 function legend(figure, items) {
   const holder = figure.querySelector('.legend');
