@@ -54,7 +54,12 @@ class Degraded:
         self._adopted: dict[int, int] = {}
 
     def on(
-        self, indices: Iterable[int], *, exact_attention: Collection[int] = (), step: int = 0
+        self,
+        indices: Iterable[int],
+        *,
+        exact_attention: Collection[int] = (),
+        keep_ffn: Collection[int] = (),
+        step: int = 0,
     ) -> None:
         """Degrade exactly these layers from now on; between steps only.
 
@@ -63,19 +68,21 @@ class Degraded:
         Args:
             indices: Into ``layers``.
             exact_attention: Those among them whose attention has its exact backward pass.
+            keep_ffn: Those among them whose FFN is not recomputed.
             step: The step that begins.
         """
         wanted = set(indices)
-        unknown = (wanted | set(exact_attention)) - set(range(len(self.layers)))
+        unknown = wanted.union(exact_attention, keep_ffn) - set(range(len(self.layers)))
         if unknown:
             raise ValueError(f"no layers {sorted(unknown)}: there are {len(self.layers)}")
         for index in self._on.keys() - wanted:
             self._off(index)
         for index in sorted(wanted):
-            skip = self.options.skip_attention and index not in exact_attention
             if index not in self._on:
                 self._degrade(index, step)
-            self._on[index].skip_attention = skip
+            state = self._on[index]
+            state.skip_attention = self.options.skip_attention and index not in exact_attention
+            state.recompute_ffn = self.options.recompute_ffn and index not in keep_ffn
 
     def off(self) -> None:
         """Every layer is stock again, to the bit; between steps only."""
@@ -131,13 +138,7 @@ class Degraded:
 
     def _degrade(self, index: int, step: int) -> None:
         layer = self.layers[index]
-        state = DegradedLayer(
-            layer,
-            self._ready,
-            skip_attention=self.options.skip_attention,
-            recompute_ffn=self.options.recompute_ffn,
-            low_rank=self.options.low_rank,
-        )
+        state = DegradedLayer(layer, self._ready, low_rank=self.options.low_rank)
         if state.wgrads:
             self._refresher.now(state.wgrads)
         for module in (layer, *state.linears):

@@ -39,24 +39,16 @@ class DegradedLayer:
     Args:
         layer: Megatron's TransformerLayer.
         ready: Where parameters without autograd's hooks are registered.
-        skip_attention: Technique I in this layer.
-        recompute_ffn: Technique II.
         low_rank: Technique III.
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        ready: GradReady,
-        *,
-        skip_attention: bool,
-        recompute_ffn: bool,
-        low_rank: bool,
-    ) -> None:
+    def __init__(self, layer: Any, ready: GradReady, *, low_rank: bool) -> None:
         self.layer = layer
         self.ready = ready
-        self.skip_attention = skip_attention
-        self.recompute_ffn = recompute_ffn
+        self.skip_attention = True
+        """Technique I."""
+        self.recompute_ffn = True
+        """Technique II."""
         self.phase = Phase.STOCK
         self.linears = (layer.mlp.linear_fc1, layer.mlp.linear_fc2)
         self.wgrads = tuple(LowRankWgrad(linear.weight) for linear in self.linears if low_rank)

@@ -31,6 +31,10 @@ class MecefoOptions:
     """Time that a neighbour with two stages may take, in units of one normal stage. What the
     degraded layers leave of it goes to exact attention backward, from the top of the stage down.
     None: none at all, the paper's."""
+    memory: float = 1.0
+    """What the activations of two stages may take, in units of one normal stage's. The FFN is
+    recomputed in the layers that do not fit otherwise. 0: in all layers, the paper's; the gradients
+    are the same."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -42,6 +46,8 @@ class MecefoOptions:
                 f"--ft-mecefo-budget {self.budget}: more than 0 and at most 2, since two stages "
                 "without any saving take 2"
             )
+        if self.memory < 0:
+            raise ValueError(f"--ft-mecefo-memory {self.memory}: at least 0")
         if self.budget is not None and not self.skip_attention:
             raise ValueError(
                 "--ft-mecefo-budget buys back exact attention backward, which "
@@ -79,6 +85,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="time that two stages may take, in units of one normal stage; what is left of it goes "
         "to exact attention backward (default: none, as in the paper)",
     )
+    group.add_argument(
+        "--ft-mecefo-memory",
+        type=float,
+        default=1.0,
+        metavar="STAGES",
+        help="activations that two stages may keep, in units of one normal stage's; FFNs that do "
+        "not fit are recomputed, all of them with 0 (default: %(default)s)",
+    )
     for name, what in (
         ("skip-attention", "compute the backward pass of attention exactly"),
         ("recompute", "keep the activations of the FFN"),
@@ -102,4 +116,5 @@ def from_flags(args: Any) -> MecefoOptions:
         rank=args.ft_mecefo_rank,
         svd_interval=args.ft_mecefo_svd_interval,
         budget=args.ft_mecefo_budget,
+        memory=args.ft_mecefo_memory,
     )
