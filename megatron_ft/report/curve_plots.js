@@ -43,7 +43,8 @@ function runCurves(figure, run, view, onIncident) {
       words.push(`Thinned to ${drawn} of ${groups(curve.total)} steps; peaks and dips are kept.`);
     }
     if (curve.numNotFinite) {
-      const named = curve.notFinite.slice(0, 8).join(', ') + (curve.numNotFinite > 8 ? ', ...' : '');
+      const named =
+        curve.notFinite.slice(0, 8).join(', ') + (curve.numNotFinite > 8 ? ', ...' : '');
       words.push(`Not a finite number at ${curve.numNotFinite} steps: ${named}.`);
     }
     note(figure, words.join(' '));

@@ -50,10 +50,10 @@ def incident_table(index: int, rows: Sequence[Row], begin: float) -> str:
     body = "".join(_line(index, number, row, begin) for number, row in enumerate(rows))
     return (
         f'<section class="incidents"><h3>Incidents</h3><div class="filters">'
-        '<label>find <input type="search" data-find placeholder="slot 3"></label>'
-        f'<label>show <select data-kind><option value="">all ({len(rows)})</option>{kinds}'
+        '<label>find&nbsp; <input type="search" data-find placeholder="slot 3"></label>'
+        f'<label>show&nbsp; <select data-kind><option value="">all ({len(rows)})</option>{kinds}'
         "</select></label>"
-        f'<label class="narrow">sort by <select data-sort>{sorting}</select></label>'
+        f'<label class="narrow">sort by&nbsp; <select data-sort>{sorting}</select></label>'
         '<output data-count></output></div><div class="wide tall">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
