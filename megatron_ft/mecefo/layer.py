@@ -80,7 +80,9 @@ class DegradedLayer:
     ) -> torch.Tensor:
         """Norm, FFN and residual; exact, with what is kept for backward as the options say."""
         run = functools.partial(self._run_ffn, stock, args, kwargs)
-        if not (self.recompute_ffn and torch.is_grad_enabled()):
+        # Who asked Megatron to recompute it has it recomputed, here in our way.
+        recompute = self.recompute_ffn or self.layer.recompute_mlp
+        if not (recompute and torch.is_grad_enabled()):
             return run(hidden_states, phase=Phase.FORWARD)
         # Megatron's own: it replays the random numbers and composes with recomputation outside.
         return tensor_parallel.checkpoint(
@@ -98,15 +100,15 @@ class DegradedLayer:
     ) -> torch.Tensor:
         self.phase = phase if torch.is_grad_enabled() else Phase.STOCK
         try:
-            with self._no_recomputation_inside():
+            with self._no_recomputation_inside(phase):
                 return stock(self.layer, hidden_states, *args, **kwargs)
         finally:
             self.phase = Phase.STOCK
 
     @contextlib.contextmanager
-    def _no_recomputation_inside(self) -> Iterator[None]:
+    def _no_recomputation_inside(self, phase: Phase) -> Iterator[None]:
         """Selective recomputation of the norm and the FFN would compute them a third time."""
-        names = ("recompute_mlp", "recompute_pre_mlp_layernorm") if self.recompute_ffn else ()
+        names = ("recompute_mlp", "recompute_pre_mlp_layernorm") if phase is Phase.AGAIN else ()
         before = {name: getattr(self.layer, name) for name in names}
         for name in names:
             setattr(self.layer, name, False)
