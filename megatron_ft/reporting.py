@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.ledger import samples_digest
+from megatron_ft.rejoin.membership import MAX_FAILED_REPLACEMENTS
+from megatron_ft.restarts import LAST_CODE, START
 from megatron_ft.world.world import Repaired
 
 if TYPE_CHECKING:
@@ -49,6 +53,23 @@ def run_started(session: Session) -> None:
         flags={"argv": sys.argv[1:]},
         faults=session.faults,
         **sizes,
+    )
+
+
+def run_restarted(session: Session) -> None:
+    """The launcher has started the job again; says what that cost. Nothing at a first start."""
+    restart = int(os.environ.get(START, "0"))
+    if restart == 0 or not session.observer.log.elected:
+        return
+    past = session.observer.log.read()
+    before = max((e["iteration"] for e in past if e["kind"] == "step"), default=0)
+    session.emit(
+        "run_restarted",
+        restart=restart,
+        exit_code=int(os.environ[LAST_CODE]),
+        from_iteration=session.committed,
+        steps_lost=max(0, before - session.committed),
+        **({"down_s": time.time() - past[-1]["time"]} if past else {}),
     )
 
 
@@ -109,7 +130,10 @@ def incident(session: Session, repaired: Repaired, how: str) -> None:
     world = session.world
     assert world is not None
     topology, epoch = world.topology, repaired.epoch
+    history = session.membership.history
     for process in repaired.dead:
+        if process in history.left:
+            continue  # it was asked to
         slots = repaired.before.slots_of(process)
         where: dict[str, Any] = {}
         if slots:
@@ -131,7 +155,18 @@ def incident(session: Session, repaired: Repaired, how: str) -> None:
                 agreed=f"dark-{replica}-{epoch}",
                 replica=replica,
                 slots=list(topology.replica(replica)),
+                **({"reason": "asked to leave"} if replica in history.drained else {}),
             )
+    for slot in sorted(history.barred - session.barred_said):
+        session.barred_said.add(slot)
+        session.emit(
+            "slot_barred",
+            agreed=f"barred-{slot}-{epoch}",
+            slot=slot,
+            replica=topology.replica_of(slot),
+            stage=topology.stage_of(slot),
+            reason=f"{MAX_FAILED_REPLACEMENTS} replacements in a row died before a step",
+        )
     session.emit(
         "repaired",
         agreed=f"repaired-{epoch}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from megatron_ft import reporting
 from megatron_ft.arguments import Early
+from megatron_ft.control.session_orders import Control
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
 from megatron_ft.recovery_plan import Fill
@@ -22,6 +24,7 @@ from megatron_ft.rejoin.membership import Membership
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
 from megatron_ft.rejoin.transfer import Moved
+from megatron_ft.world.environment import note_checkpoint, note_loading
 from megatron_ft.world.errors import ReplicaLost
 from megatron_ft.world.watch import NO_WATCH, Watch
 from megatron_ft.world.world import Repaired, World
@@ -77,7 +80,9 @@ class Session:
         self._repairs_in_vain = 0
         self._how = ""
         self.leave: Callable[[int], None] = lambda code: None
-        """Ends this process; set by the runtime."""
+        """Ends this process with all others; set by the runtime."""
+        self.part: Callable[[], None] = lambda: None
+        """Ends this process while the others go on; set by the runtime."""
         self.iteration = 0
         self.first_iteration = 1
         self.evaluations = 0
@@ -89,6 +94,8 @@ class Session:
         self.joining = False
         """Whether this process builds by itself, to take a slot later."""
         self.no_way_on = NoWayOn
+        self.barred_said: set[int] = set()
+        self.control = Control(self)
         self.membership = Membership(self)
         self.membership.on_repaired = self._repaired
         self.on_built: list[Callable[[], None]] = []
@@ -125,7 +132,10 @@ class Session:
             process_of = self.world.assignment.process_of
         else:
             process_of = tuple(range(int(self.args.world_size)))
-        return self.observer.elect(dict(enumerate(process_of)))
+        elected = self.observer.elect(dict(enumerate(process_of)))
+        if self.resilient:
+            self.control.elect(elected)
+        return elected
 
     # -- what Megatron does ----------------------------------------------------------------------
 
@@ -189,9 +199,14 @@ class Session:
         self.iteration = self.committed = self.args.iteration
         self.first_iteration = self.iteration + 1
         self.elect()
+        if os.environ["RANK"] == "0":
+            note_loading(None)
+        reporting.run_restarted(self)
         reporting.run_started(self)
         if self.policy is not None and self.resilient:
             self.policy.survives = True
+        if self.membership.respawn:
+            self.membership.start_missing()
 
     def train_ended(self) -> None:
         if self.watch is not None:
@@ -254,6 +269,8 @@ class Session:
             else:
                 original(iteration, *args, **kwargs)
         reporting.checkpoint(self, iteration, time.monotonic() - started)
+        if self.observer.log.elected:
+            note_checkpoint(iteration)
 
     @contextlib.contextmanager
     def _reports_are_global(self) -> Iterator[None]:
@@ -314,6 +331,8 @@ class Session:
                 f"{how}: MPI reports failures, but nobody has died in {MAX_REPAIRS_IN_VAIN} repairs"
             )
         self.stop(repaired)
+        if self.membership.leaving:
+            self.part()
         if not self.world.slots:
             raise ReplicaLost(f"process {self.world.process} serves no slot any more: to the pool")
         if filled(repaired.plan) and not refills:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from megatron_ft.recovery_plan import Fill, RecoveryPlan
 from megatron_ft.rejoin import refill as rules
 from megatron_ft.rejoin.refill import Built
 from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
-from megatron_ft.topology import Assignment, Shard
+from megatron_ft.topology import Assignment, Shard, Topology
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.world import Repaired, Report
 
@@ -35,6 +36,10 @@ POOL_INTERVAL_S = 0.02
 MAX_FAILED_REPLACEMENTS = 3
 
 
+def _slots(topology: Topology, replicas: Collection[int]) -> frozenset[int]:
+    return frozenset(slot for replica in replicas for slot in topology.replica(replica))
+
+
 class Released(Exception):
     """The job is over; a process of the pool may go."""
 
@@ -47,10 +52,14 @@ class History:
     """Process -> the slot that it filled and the iteration before which it did."""
     failures: dict[int, int] = field(default_factory=dict)
     """Slot -> replacements in a row that died before a step was committed."""
+    drained: set[int] = field(default_factory=set)
+    """Replicas that left because somebody asked them to; they stay dark until asked back."""
+    left: set[int] = field(default_factory=set)
+    """Their processes, whose end is no failure."""
 
     @property
     def barred(self) -> frozenset[int]:
-        """Slots that stay vacant."""
+        """Slots that stay vacant because their replacements keep dying."""
         return frozenset(s for s, n in self.failures.items() if n >= MAX_FAILED_REPLACEMENTS)
 
 
@@ -66,6 +75,11 @@ class Membership:
         self.finished = False
         self.target: int | None = None
         """The slot for which this process is asked to build; None if for none."""
+        self.pid = os.getpid()
+        self.pids: dict[int, int] = {}
+        """Process -> its operating-system pid, for people."""
+        self.leaving = False
+        """Whether this process's replica was asked to leave, so that it ends."""
         self.newcomer = False
         """Whether this process has just been taken in, and the others wait for it to repair."""
         self.history = History()
@@ -78,6 +92,12 @@ class Membership:
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit)
         self.desired = len(session.world.ids) if session.world is not None else 0
+        """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
+        self.full = 0
+        if session.world is not None:
+            self.full = max(self.desired, session.world.topology.num_slots + options.ft_spares)
+            if self.respawn:
+                self.desired = self.full
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
         self._stop = threading.Event()
@@ -97,6 +117,7 @@ class Membership:
             "committed": self.session.committed,
             "iteration": self.session.iteration,
             "finished": self.finished,
+            "pid": self.pid,
         }
 
     def decide(
@@ -109,12 +130,14 @@ class Membership:
         if active and all(facts[p]["finished"] for p in active):
             return None
         receiving = frozenset(p for p, f in facts.items() if f["receiving"])
-        plan = rules.settle(topology, before, dead, receiving)
+        gone = self._drained_by(before, dead, reports)
+        plan = rules.settle(topology, before, dead, receiving, gone)
+        leaving = rules.processes_of(topology, before, gone)
         committed = max((facts[p]["committed"] for p in facts), default=0)
         built = {
             p: f["built"]
             for p, f in facts.items()
-            if f["built"] is not None and p in plan.assignment.pool
+            if f["built"] is not None and p in plan.assignment.pool and p not in leaving
         }
         holds: dict[int, frozenset[Shard]] = {
             p: frozenset({f["built"].shard})
@@ -124,8 +147,20 @@ class Membership:
         if any(f.get("boundary") for f in facts.values()) or not plan.assignment.whole_replicas(
             topology
         ):
-            plan = rules.refill(topology, plan, built, holds, self.history.barred)
+            plan = rules.refill(topology, plan, built, holds, self.barred | _slots(topology, gone))
         return rules.stop_if_nothing_is_whole(topology, plan, self.respawn)
+
+    def _drained_by(
+        self, before: Assignment, dead: Collection[int], reports: Mapping[int, Report]
+    ) -> tuple[int, ...]:
+        """The replicas that leave in this repair because somebody asked them to."""
+        asked = {r for report in reports.values() for r in report.facts.get("drain", ())}
+        return rules.drainable(self.world.topology, before, dead, asked)
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Slots that are not filled, for whatever reason."""
+        return self.history.barred | _slots(self.world.topology, self.history.drained)
 
     # -- repairs ---------------------------------------------------------------------------------
 
@@ -134,20 +169,22 @@ class Membership:
         called = not self.newcomer
         while True:
             spawned = bool(facts.get("boundary")) and self.spawner.ready()
-            told = {**self.facts(), **facts, "spawned": spawned}
+            orders = self.session.control.orders.tell() if facts.get("boundary") else {}
+            told = {**self.facts(), **facts, **orders, "spawned": spawned}
             repaired = self.world.repair(told, called=called)
             called, self.newcomer = True, False
             self._learn(repaired)
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
                 return repaired
+            fills = [a for a in repaired.plan.actions if isinstance(a, Fill)]
             leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
-            if leaders:
+            if leaders and not fills:
                 self._admit(leaders)
                 called = False
                 facts = {**facts, "boundary": True}
                 continue
-            fills = [a for a in repaired.plan.actions if isinstance(a, Fill)]
+            # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
             if not fills or not self.world.slots:
                 return repaired
             if self._move_state(fills, repaired):
@@ -158,6 +195,7 @@ class Membership:
         """Draw the same conclusions from a repair as everybody else."""
         topology, assignment = self.world.topology, self.world.assignment
         committed = max((r.facts["committed"] for r in repaired.reports.values()), default=0)
+        asked = self._follow_orders(repaired)
         for process in repaired.dead:
             slot, at = self.history.filled_at.pop(process, (None, 0))
             last = self.others.get(process)
@@ -172,18 +210,26 @@ class Membership:
                 slot, _ = self.history.filled_at.pop(process)
                 self.history.failures[slot] = self.history.failures.get(slot, 0) + 1
         self.others = dict(repaired.reports)
+        self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
             return
         for action in repaired.plan.actions:
             if isinstance(action, Fill):
                 self.history.filled_at[action.process] = (action.slot, committed)
         facts = {p: r.facts for p, r in repaired.reports.items() if p in set(assignment.pool)}
-        self.ready = {p: f["built"] for p, f in facts.items() if f["built"] is not None}
+        self.ready = {
+            p: f["built"]
+            for p, f in facts.items()
+            if f["built"] is not None and p not in self.history.left
+        }
         building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
-        idle = [p for p in assignment.pool if p not in self.ready and p not in building]
-        wanted = rules.targets(
-            topology, assignment, self.ready, building, idle, self.history.barred
-        )
+        left = self.history.left
+        idle = [
+            p
+            for p in assignment.pool
+            if p not in self.ready and p not in building and p not in left
+        ]
+        wanted = rules.targets(topology, assignment, self.ready, building, idle, self.barred)
         if self.warm:
             spare = [p for p in idle if p not in wanted]
             wanted |= {
@@ -198,8 +244,37 @@ class Membership:
                 (r.facts["iteration"] for r in repaired.reports.values()), default=0
             )
         self._changed = True
-        if self.respawn and self.world.process == self.world.elected:
-            self.spawner.want(self.desired - len(self.world.ids))
+        if self.respawn or asked:
+            self.start_missing()
+
+    def start_missing(self) -> None:
+        """Start as many processes as the job should have and has not; the elected one does."""
+        if self.world.process == self.world.elected:
+            self.spawner.want(self.desired - len(set(self.world.ids) - self.history.left))
+
+    def _follow_orders(self, repaired: Repaired) -> bool:
+        """Note what orders this repair carried out; whether vacant slots are asked back."""
+        if repaired.plan is None:
+            self.session.control.orders.give_up("the job has ended")
+            return False
+        topology = self.world.topology
+        gone = self._drained_by(repaired.before, repaired.dead, repaired.reports)
+        processes = rules.processes_of(topology, repaired.before, gone)
+        self.history.drained.update(gone)
+        self.history.left |= processes
+        self.desired -= len(processes)
+        self.leaving = self.world.process in processes
+        asked = any(r.facts.get("respawn") for r in repaired.reports.values())
+        if asked:
+            self.history.drained.clear()
+            self.history.failures.clear()
+            self.desired = self.full
+        for order in self.session.control.orders.told():
+            if order.replica is not None and order.replica not in gone:
+                order.reply(error=f"replica {order.replica} cannot leave: others died meanwhile")
+            else:
+                order.reply(iteration=self.session.committed, processes=sorted(processes))
+        return asked
 
     def _admit(self, leaders: list[int]) -> None:
         for leader in leaders:
@@ -275,8 +350,10 @@ class Membership:
         if world.process != world.elected:
             return False
         self._hear()
-        if self.spawner.bridge is not None:
+        if self.spawner.bridge is not None or self.session.control.orders.pending:
             return True
+        if self.world.known_dead():
+            return True  # one of the pool: nobody who trains has noticed
         if not self._changed:
             return False
         self._changed = False
@@ -285,7 +362,7 @@ class Membership:
             p: frozenset({world.topology.shard_of(world.assignment.slots_of(p)[0])})
             for p in world.assignment.active_processes
         }
-        plan = rules.refill(world.topology, now, self.ready, holds, self.history.barred)
+        plan = rules.refill(world.topology, now, self.ready, holds, self.barred)
         return bool(plan.actions)
 
     def _hear(self) -> None:

@@ -29,18 +29,20 @@ def settle(
     before: Assignment,
     dead: frozenset[int],
     unfit: frozenset[int] = frozenset(),
+    leaving: Collection[int] = (),
 ) -> RecoveryPlan:
     """After a failure: replicas that are not whole go dark, nobody changes his slot.
 
     Args:
         dead: The processes that are no more.
         unfit: Living processes whose state is not the committed one: they had not yet received it.
+        leaving: Replicas that were asked to leave; their processes end, so none is released.
     """
     stay = [None if p in dead or p in unfit else p for p in before.process_of]
     kept: set[int] = set()
     for replica in range(topology.data):
         slots = topology.replica(replica)
-        if all(stay[slot] is not None for slot in slots):
+        if replica not in leaving and all(stay[slot] is not None for slot in slots):
             kept.update(slots)
     process_of = tuple(p if slot in kept else None for slot, p in enumerate(stay))
     living = [p for p in before.processes if p not in dead]
@@ -53,8 +55,35 @@ def settle(
         if replica not in was_dark:
             served = {before.process_of[slot] for slot in topology.replica(replica)}
             released = sorted(p for p in served if p is not None and p not in dead)
+            if replica in leaving:
+                released = []
             actions.append(GoDark(replica, tuple(released)))
     return RecoveryPlan(topology, before, dead, after, tuple(actions))
+
+
+def drainable(
+    topology: Topology, before: Assignment, dead: Collection[int], asked: Collection[int]
+) -> tuple[int, ...]:
+    """Of the replicas that were asked to leave, those that can: one whole replica must stay."""
+    whole = [
+        replica
+        for replica in before.whole_replicas(topology)
+        if not any(before.process_of[slot] in dead for slot in topology.replica(replica))
+    ]
+    leaving: list[int] = []
+    for replica in sorted(asked):
+        if replica in whole and len(whole) > 1:
+            whole.remove(replica)
+            leaving.append(replica)
+    return tuple(leaving)
+
+
+def processes_of(
+    topology: Topology, assignment: Assignment, replicas: Collection[int]
+) -> frozenset[int]:
+    """The processes that serve slots of these replicas."""
+    served = {assignment.process_of[s] for r in replicas for s in topology.replica(r)}
+    return frozenset(p for p in served if p is not None)
 
 
 def refill(
