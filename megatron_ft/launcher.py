@@ -6,6 +6,9 @@ Runs the script in N processes under mpirun with every flag that fault tolerance
 host, on the hosts of ``--hostfile``, or in a Slurm allocation. Exit code: the job's own when it
 has written one (0 finished, 75 no way to go on), whatever died on the way; 64 for a launch that
 cannot work; 128 + N when signal N ended the job; else mpirun's, or that of the last dead rank.
+
+With ``--max-restarts R``, a job that ended badly is started again from its newest valid checkpoint,
+in the same run directory; 76 when that brought it no further three times in a row.
 """
 
 from __future__ import annotations
@@ -18,22 +21,36 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ft.observe.rundir import default_path
+from megatron_ft.restarts import (
+    EXIT_NO_PROGRESS,
+    LAST_CODE,
+    RUN_DIR,
+    SKIP,
+    START,
+    Ended,
+    Restarts,
+)
 from megatron_ft.world.environment import (
     LAUNCHED,
     PRRTE_VERSION,
     STATUS_FILE,
+    read_checkpoint,
     read_deaths,
     read_exit_code,
+    read_loading,
 )
 from megatron_ft.world.mpirun import Job, LaunchError, find_mpirun, mpirun_command
 from megatron_ft.world.supervise import supervise
 
 EXIT_USAGE = 64
+TOLD = (RUN_DIR, START, SKIP, LAST_CODE)
 EXAMPLE = "megatron-ft-run -n 8 pretrain_llama_ft.py ..."
 
 
@@ -63,11 +80,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
         return 0
-    return run(launch)
+    return run_again_and_again(launch, Restarts(options.max_restarts))
 
 
-def run(launch: Launch) -> int:
-    """Start the job once, and return its exit code when it has ended."""
+def run_again_and_again(launch: Launch, restarts: Restarts) -> int:
+    """Run the job, and again while ``restarts`` says so; its exit code, or 76."""
+    # All starts share one directory, also when no flag names it.
+    fixed = {RUN_DIR: launch.environment.get(RUN_DIR) or str(default_path())}
+    while True:
+        end = run(launch, {**fixed, **restarts.environment})
+        if not restarts.again(end):
+            break
+        print(
+            f"megatron-ft-run: the job ended with code {end.code}; restart {restarts.done} of "
+            f"{restarts.limit} in {restarts.pause_s:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(restarts.pause_s)
+    if restarts.message:
+        print(f"megatron-ft-run: {restarts.message}", file=sys.stderr, flush=True)
+    return EXIT_NO_PROGRESS if restarts.gave_up else end.code
+
+
+def run(launch: Launch, environment: Mapping[str, str]) -> Ended:
+    """Start the job once, with ``environment`` added, and say how it has ended."""
     # The process that reports may be on any host; several hosts share the working directory.
     folder = Path(
         tempfile.mkdtemp(prefix=".megatron-ft-", dir="." if launch.several_hosts else None)
@@ -76,7 +113,7 @@ def run(launch: Launch) -> int:
     try:
         end = supervise(
             launch.command,
-            {**launch.environment, STATUS_FILE: str(status_file)},
+            {**launch.environment, **environment, STATUS_FILE: str(status_file)},
             grace=launch.grace,
         )
         code = exit_code(
@@ -85,12 +122,13 @@ def run(launch: Launch) -> int:
             end.stopped_by,
             read_deaths(status_file),
         )
+        ended = Ended(code, end.stopped_by, read_checkpoint(status_file), read_loading(status_file))
     finally:
         shutil.rmtree(folder)
     if code != 0:
         sys.stderr.buffer.write(end.death_notices)
         sys.stderr.flush()
-    return code
+    return ended
 
 
 def exit_code(
@@ -138,7 +176,7 @@ def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         hostfile=options.hostfile,
         mca=dict(options.mca),
         # This host's ranks inherit everything.
-        exported=[*variables, STATUS_FILE] if several_hosts else [],
+        exported=[*variables, STATUS_FILE, *TOLD] if several_hosts else [],
     )
     return Launch(
         command=mpirun_command(mpirun.path, job),
@@ -211,6 +249,12 @@ def _free_port() -> int:
         return port
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a number from 0")
+    return int(text)
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
@@ -244,6 +288,13 @@ class _Parser(argparse.ArgumentParser):
             default=30.0,
             metavar="SECONDS",
             help="between a stop signal and the end of the ranks (default: %(default)g)",
+        )
+        add(
+            "--max-restarts",
+            type=_count,
+            default=0,
+            metavar="R",
+            help="start a job that ended badly again from its newest checkpoint, so many times",
         )
         add("--dry-run", action="store_true", help="print the command and start nothing")
         add("-m", dest="module", action="store_true", help="SCRIPT is a module name")

@@ -18,8 +18,10 @@ from typing import Any
 from megatron_ft import arguments
 from megatron_ft.arguments import EXIT_BAD_FLAGS, EXIT_NO_WAY_ON, Early, FtArgumentError
 from megatron_ft.faults.spec import FaultSpecError
+from megatron_ft.restarts import RUN_DIR, SKIP, START
 from megatron_ft.world.environment import (
     STATUS_FILE,
+    note_loading,
     rank_environment,
     read_exit_code,
     write_exit_code,
@@ -186,10 +188,14 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
 
     run_dir = RunDirectory(_agreed_run_dir(job))
     process = job.world.process if job.world is not None else int(os.environ["RANK"])
-    observer = Observer(run_dir, process, job=os.environ.get("MEGATRON_FT_START", "0"))
+    observer = Observer(run_dir, process, job=os.environ.get(START, "0"))
     session = open_session(Session(job.early, job.world, _watch(job), observer))
     job.session = session
     session.leave = lambda code: _leave(job, code)  # type: ignore[assignment,func-returns-value]
+    session.part = lambda: _part(job)
+    if job.world is not None and job.boot is None:
+        pids = job.world.comm.allgather((process, os.getpid()))
+        session.membership.pids = dict(pids)
     if job.boot is not None:
         session.membership.newcomer = True
         session.membership.history = job.boot["history"]
@@ -234,6 +240,8 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
             _train(job, has_gpu, program_start)
             code = 0
         except SystemExit as end:  # Megatron's exit conditions
+            if not job.session.training and not end.code:
+                _complain_of_silent_exit(job)
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _agree_on_the_end(job)
         return code
@@ -248,6 +256,16 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
     except Released:
         pass
     return 0
+
+
+def _complain_of_silent_exit(job: Job) -> None:
+    """Megatron leaves with code 0 when it cannot load a checkpoint; nobody should think it trained.
+
+    Raises:
+        RuntimeError: Unless the user asked for it with ``--exit-on-missing-checkpoint``.
+    """
+    if not job.session.args.exit_on_missing_checkpoint:
+        raise RuntimeError("Megatron ended before it trained; its own message says why")
 
 
 def _join_pool(job: Job) -> None:
@@ -308,7 +326,7 @@ def _agreed_run_dir(job: Job) -> str:
     if job.boot is not None:
         return str(job.boot["run_dir"])
     given = job.early.options.ft_run_dir
-    path = given or os.environ.get("MEGATRON_FT_RUN_DIR") or str(default_path())
+    path = given or os.environ.get(RUN_DIR) or str(default_path())
     return str(job.world.comm.bcast(path)) if job.world is not None else path
 
 
@@ -375,6 +393,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         args.load = args.pretrained_checkpoint = None
         config.checkpoint.load = config.checkpoint.pretrained_checkpoint = None
         args.do_train, args.do_valid, args.do_test = True, args.eval_iters > 0, args.eval_iters > 0
+    elif os.environ.get(START, "0") != "0" and args.save:
+        _resume(job, args, config)
     if session.injector is not None:
         session.fault_plan.check(
             num_slots=args.world_size,
@@ -393,6 +413,28 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         llama.forward_step,
         store=store,
     )
+
+
+def _resume(job: Job, args: Any, config: Any) -> None:
+    """This start of the job is a restart: choose the checkpoint that it goes on from."""
+    from megatron_ft.recover import resume
+
+    first = job.slot == 0
+    skip = [int(text) for text in os.environ.get(SKIP, "").split(",") if text]
+    shards = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    chosen = resume.choose(Path(args.save), skip, shards) if first else None
+    if job.world is not None:
+        # One process looks: two could see a folder at two moments.
+        chosen = job.world.active.bcast(chosen)
+    if chosen is not None:
+        resume.go_on_from(chosen, args, config)
+        if first:
+            note_loading(chosen)
+        return
+    if first:
+        print(f"megatron_ft: no valid checkpoint in {args.save}: restarting from the beginning")
+    if args.load is not None and Path(args.load).resolve() == Path(args.save).resolve():
+        args.load = config.checkpoint.load = None
 
 
 def guard_start(world: Any, over: Callable[[], bool]) -> None:
@@ -450,6 +492,7 @@ def _write_end(job: Job, code: int, message: str) -> None:
     elected = session.elect()
     if not elected:
         session.observer.finish("", code, iteration=session.iteration, epoch=session.epoch)
+    session.control.close(last=elected)
     _meet(world)
     if not elected:
         return
@@ -458,6 +501,19 @@ def _write_end(job: Job, code: int, message: str) -> None:
     write_exit_code(code)
     if message:
         print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)
+
+
+def _part(job: Job) -> None:
+    """End this process, whose replica was asked to leave, while the others go on."""
+    session = job.session
+    print(f"megatron_ft: process {job.world.process} leaves as asked", flush=True)
+    session.observer.finish("", 0, iteration=session.iteration, epoch=session.epoch)
+    session.control.close(last=False)
+    if session.watch is not None:
+        session.watch.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _is_degraded(world: Any) -> bool:

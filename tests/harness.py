@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def launch(
     timeout: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
     script: str = "pretrain_llama_ft.py",
+    launcher: Sequence[str] = (),
 ) -> Run:
     """Run ``pretrain_llama_ft.py`` on the small model and wait for it.
 
@@ -95,11 +96,13 @@ def launch(
         processes: If not one for each slot.
         timeout: Seconds after which the job is killed and the test fails.
         script: What the ranks run instead.
+        launcher: Flags of ``megatron-ft-run``.
     """
     slots = tp * pp * dp
     directory = run_dir or Path(tempfile.mkdtemp(prefix="ft-run-"))
     command = [
         *(sys.executable, "-m", "megatron_ft.launcher", "-n", str(processes or slots)),
+        *launcher,
         script,
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
         *("--global-batch-size", str(per_replica * dp), "--train-iters", str(iters)),

@@ -63,6 +63,9 @@ FIELDS: dict[str, str] = {
     "fault": "string",
     "fault_kind": "string",
     "n": "int?",
+    "restart": "int",
+    "from_iteration": "int",
+    "steps_lost": "int",
     # times measured, in seconds, and bytes
     "detect_s": "number",
     "repair_s": "number",
@@ -71,6 +74,7 @@ FIELDS: dict[str, str] = {
     "transfer_s": "number",
     "transfer_bytes": "int",
     "downtime_s": "number",
+    "down_s": "number",
     # checkpoint, evaluation, end
     "path": "string",
     "bytes": "int",
@@ -102,6 +106,11 @@ KINDS: dict[str, Kind] = {
             *("global_microbatches", "micro_batch_size", "seq_length", "versions", "flags"),
         ),
         ("faults", "train_iters"),
+    ),
+    "run_restarted": Kind(
+        "the launcher has started the job again; down_s is since the last event before",
+        ("restart", "exit_code", "from_iteration", "steps_lost"),
+        ("down_s",),
     ),
     "step": Kind(
         "a training step was committed",
@@ -135,7 +144,14 @@ KINDS: dict[str, Kind] = {
         ("replica", "stage", *_TRANSFER),
     ),
     "replica_dark": Kind(
-        "a replica gave up; its healthy processes joined the pool", ("replica",), ("slots",)
+        "a replica gave up; its healthy processes joined the pool",
+        ("replica",),
+        ("slots", "reason"),
+    ),
+    "slot_barred": Kind(
+        "a slot is not filled any more, because its replacements keep dying",
+        ("slot", "reason"),
+        ("replica", "stage"),
     ),
     "stage_rebuilt": Kind(
         "a stage lost in every replica was rebuilt from others",

@@ -138,6 +138,12 @@ def describe(event: Event) -> str:
                 f"{_count(e['num_replicas'], 'replica')} of {_count(e['num_stages'], 'stage')}, "
                 f"{e['global_microbatches']} microbatches a step"
             )
+        case "run_restarted":
+            down = f", {e['down_s']:.1f} s down" if "down_s" in e else ""
+            return (
+                f"restart {e['restart']} after exit code {e['exit_code']}: on from iteration "
+                f"{e['from_iteration']}, {_count(e['steps_lost'], 'step')} lost{down}"
+            )
         case "fault_injected":
             return f"injecting {e['fault']} at {_place(e)}"
         case "fault_detected":
@@ -146,7 +152,10 @@ def describe(event: Event) -> str:
         case "slot_filled":
             return f"process {e['by_process']} fills {_place(e)}{_cost(e)}"
         case "replica_dark":
-            return f"replica {e['replica']} goes dark"
+            why = f", {e['reason']}" if "reason" in e else ""
+            return f"replica {e['replica']} goes dark{why}"
+        case "slot_barred":
+            return f"{_place(e)} stays vacant: {e['reason']}"
         case "stage_rebuilt":
             return f"stage {e['stage']} rebuilt ({e['method']}){_cost(e)}"
         case "stage_adopted":

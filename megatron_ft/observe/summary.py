@@ -60,6 +60,8 @@ def build_summary(events: Sequence[Event]) -> Summary:
         "missing_steps": _missing(steps),
         "starts": len(by_kind.get("run_started", [])),
         "steps_redone": accounts.num_redone,
+        "restarts": len(by_kind.get("run_restarted", [])),
+        "restart_down_s": [e["down_s"] for e in by_kind.get("run_restarted", []) if "down_s" in e],
         "num_replicas": start.get("num_replicas"),
         "live_replicas": steps[-1]["live_replicas"] if steps else None,
         "first_lm_loss": _number(steps[0]["lm_loss"] if steps else None),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 STATUS_FILE = "MEGATRON_FT_STATUS_FILE"
 """Path of the file through which the job tells the launcher its exit code."""
 DEATHS_SUFFIX = ".deaths"
 """Beside the status file: the exit code of each rank that died, one a line, oldest first."""
+CHECKPOINT_SUFFIX, LOADING_SUFFIX = ".checkpoint", ".loading"
+"""Beside the status file: the newest complete checkpoint, and the one that is being loaded."""
 LAUNCHED = "MEGATRON_FT_LAUNCHED"
 """Set by the launcher: mpirun has every flag that fault tolerance needs."""
 PRRTE_VERSION = "MEGATRON_FT_PRRTE_VERSION"
@@ -56,10 +58,7 @@ def write_exit_code(code: int, environ: MutableMapping[str, str] = os.environ) -
     """
     if STATUS_FILE not in environ:
         return
-    path = Path(environ[STATUS_FILE])
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps({"exit_code": code}))
-    part.replace(path)
+    _replace(Path(environ[STATUS_FILE]), json.dumps({"exit_code": code}))
 
 
 def read_exit_code(path: Path) -> int | None:
@@ -78,3 +77,43 @@ def read_deaths(status_file: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(line) for line in text.split()]
+
+
+def note_checkpoint(iteration: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the launcher that the checkpoint of this iteration is complete; one process calls it."""
+    if STATUS_FILE in environ:
+        _replace(Path(environ[STATUS_FILE] + CHECKPOINT_SUFFIX), str(iteration))
+
+
+def note_loading(iteration: int | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the launcher which checkpoint is being loaded, None when that is done."""
+    if STATUS_FILE not in environ:
+        return
+    path = Path(environ[STATUS_FILE] + LOADING_SUFFIX)
+    if iteration is None:
+        path.unlink(missing_ok=True)
+    else:
+        _replace(path, str(iteration))
+
+
+def read_checkpoint(status_file: Path) -> int | None:
+    """What ``note_checkpoint`` said last."""
+    return _read_int(Path(f"{status_file}{CHECKPOINT_SUFFIX}"))
+
+
+def read_loading(status_file: Path) -> int | None:
+    """What ``note_loading`` said last, None if it was done."""
+    return _read_int(Path(f"{status_file}{LOADING_SUFFIX}"))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)
