@@ -82,9 +82,7 @@ class Model:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         torch.manual_seed(seed)
         inside = (self.x if x is None else x).clone().requires_grad_()
-        output = self.block(
-            hidden_states=inside, attention_mask=None, rotary_pos_emb=self.angles
-        )
+        output = self.block(hidden_states=inside, attention_mask=None, rotary_pos_emb=self.angles)
         torch.autograd.backward(output, self.grad)
         return output.detach(), inside.grad
 
@@ -373,7 +371,7 @@ def test_the_count_of_kept_activations_is_near(name: str) -> None:
         ffn=FFN,
         gated=model.config.gated_linear_unit,
         num_heads=4,
-        num_query_groups=2 if name == "llama" else 2,
+        num_query_groups=2,
         head_width=HIDDEN // 4,
         sequence=SEQUENCE,
     )
@@ -511,27 +509,43 @@ def test_tied_embeddings() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"num_moe_experts": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"},
-            "mixture of experts",
-        ),
-        ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training"),
-        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-    ],
-)
-def test_refusals(options: dict[str, Any], message: str) -> None:
+def test_a_mixture_of_experts_is_refused() -> None:
     from megatron_ft.mecefo.degraded import Degraded
 
-    config = mecefo_model.config(
-        **{k: v for k, v in options.items() if k not in ("mlp_chunks_for_training", "cuda_graph_impl")}
-    )
-    block = mecefo_model.block(config)
-    for name in options:
-        setattr(block.layers[0].config, name, options[name])
+    settings = {"moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+    block = mecefo_model.block(mecefo_model.config(num_moe_experts=2, **settings))
+    with pytest.raises(ValueError, match="layer 1 is a mixture of experts"):
+        Degraded(block.layers, EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mlp_chunks_for_training", 2, "--mlp-chunks-for-training"),
+        ("cuda_graph_impl", "local", "CUDA graphs"),
+        ("fp8", "hybrid", "fp8"),
+        ("context_parallel_size", 2, "--context-parallel-size 1"),
+    ],
+)
+def test_options_that_are_refused(name: str, value: Any, message: str) -> None:
+    from megatron_ft.mecefo.degraded import Degraded
+
+    block = mecefo_model.block(mecefo_model.config())
+    Degraded(block.layers, EVERYTHING)
+    setattr(block.layers[0].config, name, value)
     with pytest.raises(ValueError, match=message):
+        Degraded(block.layers, EVERYTHING)
+
+
+def test_other_linear_layers_and_frozen_weights_are_refused() -> None:
+    from megatron_ft.mecefo.degraded import Degraded
+
+    block = mecefo_model.block(mecefo_model.config())
+    block.layers[1].mlp.linear_fc2.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="layer 2 has frozen FFN weights"):
+        Degraded(block.layers, EVERYTHING)
+    block.layers[1].mlp.linear_fc1 = torch.nn.Linear(HIDDEN, 2 * FFN)
+    with pytest.raises(ValueError, match="Linear and RowParallelLinear in its FFN"):
         Degraded(block.layers, EVERYTHING)
 
 
@@ -547,10 +561,18 @@ def test_layers_that_are_not_there() -> None:
 
 
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Sharded weights against the dense reference: each rank checks its part and says what it saw."""
+    """Shards against the dense reference: each rank compares its part and writes what it saw."""
     run = run_alone(
         [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *(
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+            ),
             *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
             *(str(ROOT / "tests" / "workers" / "mecefo_tp_worker.py"), str(tmp_path)),
         ],

@@ -18,173 +18,22 @@ import platform
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import mecefo_choice
 import mecefo_model
 import torch
 from bench_collectives import machine
+from mecefo_stage import Stage, cpu_seconds, ratio, rounds
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ft.mecefo.budget import (
-    LayerShape,
-    layer_activations,
-    layer_cost,
-    num_exact_layers,
-    num_kept_ffns,
-    topmost,
-)
 from megatron_ft.mecefo.options import DEFAULT_RANK, DEFAULT_SVD_INTERVAL, MecefoOptions
 
+ROOT = Path(__file__).resolve().parent.parent
 TIME_GOAL = 1.30
 MEMORY_GOAL = 1.1
-WAYS = ("one stage", "naive", "mecefo")
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made since it was entered and are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return made
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """What was there before is not counted when an operation returns it."""
-        self._seen[tensor.untyped_storage()._cdata] = None
-
-    def _count(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        self._seen[key] = weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self.live -= size
-        self._seen.pop(key, None)
-
-
-class Stage:
-    """Layers in DDP, as in training, and one step through them."""
-
-    def __init__(self, args: argparse.Namespace, num_layers: int) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-        self.args = args
-        self.config = mecefo_model.config(
-            num_layers=num_layers,
-            hidden_size=args.hidden,
-            ffn_hidden_size=args.ffn,
-            num_attention_heads=args.heads,
-            num_query_groups=args.heads,
-            hidden_dropout=args.dropout,
-            attention_dropout=args.dropout,
-            params_dtype=torch.float32,
-            pipeline_dtype=torch.float32,
-        )
-        self.block = mecefo_model.block(self.config)
-        self.ddp = DistributedDataParallel(
-            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.block
-        )
-        self.rotary = mecefo_model.rotary(self.config, args.sequence)
-        self.inputs = [self._draw() for _ in range(args.microbatches)]
-        self.grads = [self._draw() for _ in range(args.microbatches)]
-        self.degraded: Any = None
-
-    def _draw(self) -> torch.Tensor:
-        return torch.randn(self.args.sequence, self.args.batch, self.args.hidden)
-
-    def shape(self) -> LayerShape:
-        return LayerShape(
-            hidden=self.args.hidden,
-            ffn=self.args.ffn,
-            gated=True,
-            num_heads=self.args.heads,
-            num_query_groups=self.args.heads,
-            head_width=self.args.hidden // self.args.heads,
-            sequence=self.args.sequence,
-        )
-
-    def degrade(self, options: MecefoOptions) -> None:
-        """All layers, as the options' budgets say."""
-        from megatron_ft.mecefo.degraded import Degraded
-
-        layers = range(len(self.block.layers))
-        kept = layer_activations(self.shape(), options, dropout=self.args.dropout > 0)
-        num_exact = num_exact_layers(
-            options.budget, len(layers), layer_cost(self.shape(), options)
-        )
-        self.degraded = Degraded(self.block.layers, options, ddp=[self.ddp])
-        self.degraded.on(
-            layers,
-            exact_attention=topmost(num_exact, [layers]),
-            keep_ffn=topmost(num_kept_ffns(options.memory, len(layers), kept), [layers]),
-        )
-
-    def microbatch(self, number: int) -> None:
-        x = self.inputs[number].detach().requires_grad_()
-        y = self.block(hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary)
-        torch.autograd.backward(y, self.grads[number])
-
-    def step(self) -> None:
-        for number in range(self.args.microbatches):
-            self.microbatch(number)
-        if self.degraded is not None:
-            self.degraded.flush()
-
-    def peak_bytes(self) -> int:
-        """Of a microbatch, its forward and backward pass."""
-        self.microbatch(0)
-        with LiveBytes() as live:
-            for tensor in (*self.block.parameters(), self.inputs[0], self.grads[0], self.rotary):
-                live.ignore(tensor)
-            for parameter in self.block.parameters():
-                live.ignore(parameter.main_grad)
-            for state in self.degraded._on.values() if self.degraded is not None else ():
-                for wgrad in state.wgrads:
-                    live.ignore(wgrad.basis)
-                    live.ignore(wgrad._factor)
-            self.microbatch(1)
-        if self.degraded is not None:
-            self.degraded.discard()
-        return live.peak
-
-
-def cpu_seconds(function: Callable[[], None]) -> float:
-    begin = time.process_time()
-    function()
-    return time.process_time() - begin
-
-
-def rounds(functions: dict[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
-    """CPU seconds of each, alternately, after one round that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(count + 1):
-        for name, function in functions.items():
-            seconds = cpu_seconds(function)
-            if number:
-                found[name].append(seconds)
-    return found
-
-
-def ratio(found: dict[str, list[float]], name: str, base: str) -> float:
-    return statistics.median(a / b for a, b in zip(found[name], found[base], strict=True))
 
 
 # -- the neighbour ---------------------------------------------------------------------------------
@@ -276,7 +125,86 @@ def show_neighbour(console: Console, args: argparse.Namespace, found: dict[str, 
 
 
 def choice(args: argparse.Namespace) -> dict[str, Any]:
-    raise NotImplementedError
+    """What rank and interval cost in time, at the sizes given, and in a small model's gradient."""
+    low = {rank: MecefoOptions(rank=rank) for rank in args.ranks}
+    one = Stage(args, args.layers)
+    stages = {rank: Stage(args, 2 * args.layers) for rank in args.ranks}
+    for rank, stage in stages.items():
+        stage.degrade(low[rank])
+    ways = {"one stage": one.step, **{str(rank): stage.step for rank, stage in stages.items()}}
+    found = rounds(ways, args.rounds)
+    step = statistics.median(found["one stage"])
+    svd = {}
+    for rank, stage in stages.items():
+        wgrads = [w for state in stage.degraded._on.values() for w in state.wgrads]
+        svd[rank] = statistics.median(svd_seconds(wgrads, rank) for _ in range(3))
+        stage.degraded.close()
+
+    ages = (0, *args.intervals)
+    corpus = mecefo_choice.Corpus(ROOT / "data")
+    exact = mecefo_choice.train(corpus, args.steps, None, ages)
+
+    def trained_loss(rank: int, interval: int) -> float:
+        options = MecefoOptions(
+            skip_attention=False, recompute_ffn=False, rank=rank, svd_interval=interval
+        )
+        return float(mecefo_choice.train(corpus, args.steps, options, ()).loss)
+
+    by_rank = [
+        {
+            "rank": rank,
+            "time": ratio(found, str(rank), "one stage"),
+            "svd_seconds": svd[rank],
+            **mecefo_choice.gradient_error(exact, rank, 0),
+            "loss": trained_loss(rank, args.interval),
+        }
+        for rank in args.ranks
+    ]
+    by_interval = [
+        {
+            "interval": interval,
+            "svd_share": svd[args.rank] / interval / step,
+            "error": mecefo_choice.gradient_error(exact, args.rank, interval)["error"],
+            "loss": trained_loss(args.rank, interval),
+        }
+        for interval in args.intervals
+    ]
+    return {"loss_exact": exact.loss, "by_rank": by_rank, "by_interval": by_interval}
+
+
+def show_choice(console: Console, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    table = Table(
+        title=f"rank: time of two stages at hidden size {args.hidden}; gradient and training of a "
+        f"model of hidden size {mecefo_choice.HIDDEN}, V1 every {args.interval} steps"
+    )
+    for column in (
+        *("rank", "CPU time", "SVD s", "gradient error", "random directions", "best directions"),
+        *("loss", "- exact"),
+    ):
+        table.add_column(column, justify="right")
+    for row in found["by_rank"]:
+        table.add_row(
+            str(row["rank"]),
+            f"{row['time']:.3f}",
+            f"{row['svd_seconds']:.3f}",
+            *(f"{row[name]:.3f}" for name in ("error", "random", "best")),
+            f"{row['loss']:.4f}",
+            f"{row['loss'] - found['loss_exact']:+.4f}",
+        )
+    console.print(table)
+    table = Table(title=f"interval, rank {args.rank}")
+    for column in ("interval", "SVD share of a step", "gradient error", "loss", "- exact"):
+        table.add_column(column, justify="right")
+    for row in found["by_interval"]:
+        table.add_row(
+            str(row["interval"]),
+            f"{row['svd_share']:.4f}",
+            f"{row['error']:.3f}",
+            f"{row['loss']:.4f}",
+            f"{row['loss'] - found['loss_exact']:+.4f}",
+        )
+    console.print(table)
+    console.print(f"held-out loss after {args.steps} steps, exact: {found['loss_exact']:.4f}")
 
 
 def arguments() -> argparse.Namespace:
@@ -295,6 +223,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=DEFAULT_RANK)
     parser.add_argument("--interval", type=int, default=DEFAULT_SVD_INTERVAL)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 100, 200])
+    parser.add_argument("--steps", type=int, default=400, help="of the small model's training")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     return parser.parse_args()
 
@@ -305,9 +236,23 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(mecefo_model.SEED)
     console = Console(width=120)
+    measure, show = (
+        (neighbour, show_neighbour) if args.what == "neighbour" else (choice, show_choice)
+    )
     with mecefo_model.megatron():
-        found = neighbour(args)
-        show_neighbour(console, args, found)
+        found = measure(args)
+    show(console, args, found)
+    if args.out is not None:
+        report = {
+            "machine": machine(),
+            "versions": {"python": platform.python_version()}
+            | {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+            "command": sys.argv,
+            "settings": {k: v for k, v in vars(args).items() if k != "out"},
+            "time": time.time(),
+            **found,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small stacks of Megatron's TransformerLayers in this process, to measure and test MeCeFO's layer."""
+"""Small stacks of Megatron's TransformerLayers in this process, to measure and test MeCeFO's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switches layers of a stage into MeCeFO mode and back, step by step, without rebuilding a model."""
+"""Switches layers of a stage into MeCeFO mode and back, step by step; no model is rebuilt."""
 
 from __future__ import annotations
 

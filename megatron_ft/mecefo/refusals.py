@@ -25,7 +25,11 @@ _CONFIG: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda c: c.mlp_chunks_for_training > 1, "--mlp-chunks-for-training", "one chunk"),
     (lambda c: c.context_parallel_size > 1, "context parallelism", "--context-parallel-size 1"),
     (lambda c: c.delay_wgrad_compute, "--delay-wgrad-compute", "weight gradients in backward"),
-    (lambda c: c.gtp_weight_remat_size > 1, "sharded weights (GTP)", "whole tensor-parallel shards"),
+    (
+        lambda c: c.gtp_weight_remat_size > 1,
+        "sharded weights (GTP)",
+        "whole tensor-parallel shards",
+    ),
 )
 
 

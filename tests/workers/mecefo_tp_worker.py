@@ -4,6 +4,8 @@ Both ranks hold all weights of a dense layer; Megatron's sharded one gets its ra
 to FOLDER are relative differences, by case, of what this rank has from what the formulas give.
 """
 
+# ruff: noqa: E402  the folders beside this one are not packages
+
 from __future__ import annotations
 
 import json
