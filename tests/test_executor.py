@@ -1,6 +1,7 @@
 """The schedule executor against Megatron's own schedules, and on routes that those do not have.
 
-Each launch is a real job; what it does is in ``workers/executor_worker.py``.
+Each launch is a real job; what it does is in ``workers/executor_worker.py``. Models with an
+embedding and a head on each stage, which swapped routes need, are made for these tests there.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def assert_stock(results: Results, case: str, counts: set[int]) -> None:
     assert len({json.dumps(values) for values in losses.values()}) == len(counts)
 
 
+@pytest.mark.slow
 def test_two_stages_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None:
     flags = ("--sequence-parallel", *BF16, *RECOMPUTE, *DROPOUT)
     results = run(tmp_path, "stock", *flags, tp=2, pp=2)
@@ -67,6 +69,7 @@ def test_two_stages_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.slow
 def test_two_stages_with_overlapped_reduction(tmp_path: Path) -> None:
     results = run(tmp_path, "stock,unaligned", *OVERLAP, *PER_TOKEN, pp=2, dp=2)
     assert_stock(results, "stock", {1, 2, 5})
@@ -141,6 +144,7 @@ def test_what_cannot_be_run_is_refused(four: Results) -> None:
         assert "varying length (variable_seq_lengths)" in refused["lengths"]
 
 
+@pytest.mark.slow
 def test_within_the_step_transaction(tmp_path: Path) -> None:
     """In the place of Megatron's schedule; a replica dies in the middle of it."""
 

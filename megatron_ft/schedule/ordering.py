@@ -22,9 +22,9 @@ from typing import NamedTuple
 from megatron_ft.schedule.placement import Placement, processes_of
 from megatron_ft.schedule.routes import Route
 
-# Only their ratio counts; the order of 1F1B depends on it no further than that a backward pass is
-# no shorter than a forward pass.
-_FORWARD_TIME, _BACKWARD_TIME = 1, 2
+# Divided by the number of stages on the process. Only the ratio counts, and the order of 1F1B
+# depends on it no further than that a backward pass is no shorter than a forward pass.
+_FORWARD_TIME, _BACKWARD_TIME = 2, 4
 
 
 class Compute(NamedTuple):
@@ -52,8 +52,10 @@ def order_computes(
 ) -> dict[int, list[Compute]]:
     """The forward and backward passes of each process, in order.
 
-    All processes are played through with a forward pass of one unit of time and a backward pass of
-    two. Microbatches enter in their order.
+    All processes are played through, a backward pass taking twice the time of a forward pass, and a
+    process with two stages taking as long for both as others for one: slower than others it is in
+    any case, and in this order it keeps in step with them and does not run ahead with one stage.
+    Microbatches enter in their order.
 
     Args:
         routes: Of each microbatch.
@@ -111,6 +113,7 @@ def order_computes(
                 started, idle[process] = True, False
                 order[process].append(compute)
                 duration = _BACKWARD_TIME if compute.backward else _FORWARD_TIME
+                duration //= placement.count(process)
                 heapq.heappush(ends, (now + duration, process, compute))
                 if not compute.backward:
                     in_flight[compute.place] += 1
