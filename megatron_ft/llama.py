@@ -25,16 +25,29 @@ from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_ft.data.loader import LedgerIterator
+from megatron_ft.schedule.passage import Passage, passage_of
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
-def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
+def get_batch(
+    data_iterator: Any, vp_stage: int | None = None, passage: Passage | None = None
+) -> dict[str, torch.Tensor | None]:
     """One microbatch on this slot, each tensor of shape (micro batch, sequence) or None.
 
-    The first tensor-parallel peer reads it and broadcasts; middle pipeline stages need nothing.
+    The first tensor-parallel peer reads it and broadcasts; stages in the middle need nothing.
+
+    Args:
+        passage: Where the microbatch begins and ends its route; None: at the first and the last
+            stage.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if passage is None:
+        needed = is_first_or_last_pipeline_stage(vp_stage)
+        enters, leaves = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+    else:
+        enters, leaves = passage.enters, passage.leaves
+        needed = enters or leaves
+    if not needed:
         return dict.fromkeys(_KEYS)
     args = get_args()
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -58,8 +71,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, torc
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        is_pipeline_first_stage=enters,
+        is_pipeline_last_stage=leaves,
     )
     batch = {key: batch.get(key) for key in _KEYS}
     if args.context_parallel_size > 1:
@@ -102,7 +115,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     """Megatron's forward step: the model's output for the next microbatch and its loss."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), passage_of(model))
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -145,8 +158,17 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def reads_data(vp_stage: int | None = None) -> bool:
-    """Whether this slot reads samples: the first tensor-parallel peer of the end stages."""
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    """Whether this slot reads samples: the first tensor-parallel peer of the end stages.
+
+    With CheckFree+ microbatches also begin and end at the stages beside these.
+    """
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return False
+    if getattr(get_args(), "ft_checkfree_plus", False):
+        stages = mpu.get_pipeline_model_parallel_world_size()
+        if mpu.get_pipeline_model_parallel_rank() in (1, stages - 2):
+            return True
+    return bool(is_first_or_last_pipeline_stage(vp_stage))
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
