@@ -14,7 +14,7 @@ AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "recover": recover.PATCHES,
     "mecefo": mecefo.PATCHES,
     "faults": faults.PATCHES,
-    "calls": calls.RELIANCES,
+    "calls": (*calls.RELIANCES, *mecefo.RELIANCES),
 }
 
 WHEN: dict[str, str] = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from .registry import Patch
+from .registry import Patch, Reliance
 
 
 def _layer_method(way: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -23,36 +24,37 @@ def _layer_method(way: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return make
 
 
-def _product(way: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _product(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        degraded = getattr(self, "ft_degraded", None)
+        if degraded is None:
+            return original(self, input, weight, *args, **kwargs)
+        assert not args, "Megatron passes the rest by name"
+        return degraded.product(original, self, input=input, weight=weight, **kwargs)
+
+    return _forward_impl
+
+
+def _module_forward(way: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             degraded = getattr(self, "ft_degraded", None)
             if degraded is None:
-                return original(self, input, weight, *args, **kwargs)
-            assert not args, "Megatron passes the rest by name"
-            return getattr(degraded, way)(original, self, input=input, weight=weight, **kwargs)
+                return original(self, *args, **kwargs)
+            return getattr(degraded, way)(original, self, *args, **kwargs)
 
-        return _forward_impl
+        return forward
 
     return make
 
 
-def _row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Any, input_: Any) -> Any:
-        degraded = getattr(self, "ft_degraded", None)
-        if degraded is None:
-            return original(self, input_)
-        return degraded.row_forward(original, self, input_)
-
-    return forward
-
-
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _LINEAR = "megatron.core.tensor_parallel.layers"
+_ENGINE = "megatron.core.extensions.transformer_engine"
 
-PATCHES: tuple[Patch, ...] = (
+OWN: tuple[Patch, ...] = (
     Patch(
         name="mecefo.attention",
         target=f"{_LAYER}._forward_attention",
@@ -76,7 +78,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="linear_fc1 of a degraded layer has a low-rank weight gradient; the collectives "
         "around the product stay Megatron's",
         kind="wrap",
-        make=_product("column_product"),
+        make=_product,
         requires=("self", "input", "weight"),
     ),
     Patch(
@@ -84,7 +86,7 @@ PATCHES: tuple[Patch, ...] = (
         target=f"{_LINEAR}:RowParallelLinear._forward_impl",
         reason="the same for linear_fc2",
         kind="wrap",
-        make=_product("row_product"),
+        make=_product,
         requires=("self", "input", "weight"),
     ),
     Patch(
@@ -92,7 +94,63 @@ PATCHES: tuple[Patch, ...] = (
         target=f"{_LINEAR}:RowParallelLinear.forward",
         reason="the output of linear_fc2 is not needed when it is computed again for backward",
         kind="wrap",
-        make=_row_forward,
+        make=_module_forward("row_forward"),
         requires=("self", "input_"),
+    ),
+)
+
+# Without Transformer Engine what Megatron defines in its place are no classes.
+ENGINE: tuple[Patch, ...] = tuple(
+    Patch(
+        name=f"mecefo.{name}",
+        target=f"{_ENGINE}:{name}.forward",
+        reason="in a degraded layer torch operations take the place of Transformer Engine's, whose "
+        "weight gradient cannot be low-rank",
+        kind="wrap",
+        make=_module_forward("te_forward"),
+        requires=("self", "x"),
+    )
+    for name in ("TELinear", "TELayerNormColumnParallelLinear")
+)
+
+PATCHES = (*OWN, *(ENGINE if importlib.util.find_spec("transformer_engine") else ()))
+
+
+def _reads(owner: str, names: str, reason: str) -> tuple[Reliance, ...]:
+    short = owner.rpartition(":")[2].strip(".")
+    return tuple(
+        Reliance(name=f"mecefo.{short}.{name}", target=f"{owner}.{name}", reason=reason)
+        for name in names.split()
+    )
+
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+
+RELIANCES: tuple[Reliance, ...] = (
+    Reliance(
+        name="mecefo.checkpoint",
+        target="megatron.core.tensor_parallel.random:checkpoint",
+        reason="recomputes the FFN with the same random numbers",
+        positional=("function", "distribute_saved_activations"),
+    ),
+    Reliance(
+        name="mecefo.register_grad_ready",
+        target=f"{_BUFFER}.register_grad_ready",
+        reason="parameters whose gradient autograd does not see are registered here",
+        positional=("self", "param", "force_all_reduce"),
+    ),
+    *_reads(_BUFFER, "is_last_microbatch", "low-rank gradients are completed in it"),
+    *_reads(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        "param_to_bucket_group force_all_reduce ddp_config",
+        "where a parameter is registered",
+    ),
+    *_reads(_LAYER, "recompute_mlp recompute_pre_mlp_layernorm", "off while the FFN is recomputed"),
+    *_reads(_LAYER, "input_layernorm self_attention mlp cross_attention", "parts of a layer"),
+    *_reads(
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params",
+        "float16_groups fp32_from_float16_groups is_stub_optimizer",
+        "which fp32 copies stand for held parameters",
     ),
 )

@@ -1,4 +1,4 @@
-"""Singular vectors and their refresh, and holding parameters through an optimizer step."""
+"""Singular vectors and their refresh, fused modules, and parameters held through a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import mecefo_reference as reference
 import pytest
 from harness import ROOT
 
@@ -148,6 +149,84 @@ def test_the_snapshot_is_that_of_its_step() -> None:
             one.weight.copy_(torch.randn(20, 12))
     refresher.close()
     assert one.basis is not None and torch.equal(one.basis, want)
+
+
+# -- Transformer Engine's modules ------------------------------------------------------------------
+
+
+class Fused(torch.nn.Module):
+    """What of Transformer Engine's fused modules is read, and no more: it cannot be here."""
+
+    def __init__(self, config: Any, wide: int, narrow: int, *, norm: bool, bias: bool) -> None:
+        super().__init__()
+        self.config = config
+        self._tp_group = torch.distributed.group.WORLD
+        self.use_bias = self.te_return_bias = bias
+        self.weight = torch.nn.Parameter(torch.randn(wide, narrow, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.randn(wide, dtype=torch.float64))
+        if norm:
+            self.layer_norm_weight = torch.nn.Parameter(torch.randn(narrow, dtype=torch.float64))
+            self.layer_norm_bias = torch.nn.Parameter(torch.randn(narrow, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_arithmetic_that_takes_transformer_engines_place(
+    kind: str, centered: bool, again: bool
+) -> None:
+    """Norm, products, biases and gradients are those of the reference layer."""
+    from functools import partial
+
+    from megatron_ft.mecefo import te
+    from megatron_ft.mecefo.linear import Product
+    from megatron_ft.mecefo.ready import GradReady
+
+    torch.manual_seed(2)
+    config = mecefo_model.config(normalization=kind, layernorm_zero_centered_gamma=centered)
+    first = Fused(config, 24, 16, norm=True, bias=kind == "LayerNorm")
+    second = Fused(config, 16, 24, norm=False, bias=kind == "LayerNorm")
+    wgrads = [LowRankWgrad(first.weight), LowRankWgrad(second.weight)]
+    for wgrad in wgrads:
+        wgrad.set_basis(right_singular_vectors(wgrad.weight, 5))
+    make = [
+        partial(Product, weight=wgrad.weight, wgrad=wgrad, ready=GradReady()) for wgrad in wgrads
+    ]
+    x = torch.randn(6, 2, 16, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(6, 2, 16, dtype=torch.float64)
+    y1, bias = te.forward_first(first, x, make[0])
+    x2 = torch.nn.functional.gelu(y1 if bias is None else y1 + bias)
+    y2, bias2 = te.forward_second(second, x2, make[1], again=again)
+    (y2 if bias2 is None else y2 + bias2).backward(grad)
+    for wgrad in wgrads:
+        wgrad.flush()
+
+    names = {"pre.weight": first.layer_norm_weight, "1.weight": first.weight}
+    names["2.weight"] = second.weight
+    if kind == "LayerNorm":
+        names |= {"pre.bias": first.layer_norm_bias, "1.bias": first.bias, "2.bias": second.bias}
+    w = {name: p.detach().clone().requires_grad_() for name, p in names.items()}
+    used = {**w, "pre.weight": w["pre.weight"] + 1} if centered else w
+    z = x.detach().clone().requires_grad_()
+    x1 = reference.norm(z, used, "pre", kind)
+    want1 = reference.linear(x1, used, "1")
+    want1.retain_grad()
+    want2 = reference.linear(torch.nn.functional.gelu(want1), used, "2")
+    want2.backward(grad)
+    assert (bias2 is not None) == (kind == "LayerNorm")
+    if not again:
+        whole = y2 if bias2 is None else y2 + bias2
+        assert torch.allclose(whole, want2, rtol=1e-9, atol=1e-12)
+    assert want1.grad is not None and x.grad is not None and z.grad is not None
+    assert torch.allclose(x.grad, z.grad, rtol=1e-9, atol=1e-12)
+    for name, parameter in names.items():
+        want = w[name].grad
+        if name == "1.weight":
+            want = reference.low_rank(want1.grad, x1, w[name], 5)
+        elif name == "2.weight":
+            want = reference.low_rank(grad, torch.nn.functional.gelu(want1), w[name], 5)
+        assert want is not None and parameter.grad is not None, name
+        assert torch.allclose(parameter.grad, want, rtol=1e-8, atol=1e-10), name
 
 
 # -- holding ---------------------------------------------------------------------------------------

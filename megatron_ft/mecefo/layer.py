@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
+from megatron_ft.mecefo import te
 from megatron_ft.mecefo.gradient_rule import attention_parameters
 from megatron_ft.mecefo.linear import Product, column_product, row_product_for_backward
 from megatron_ft.mecefo.ready import GradReady
@@ -118,46 +119,45 @@ class DegradedLayer:
             for name, value in before.items():
                 setattr(self.layer, name, value)
 
-    def column_product(self, stock: Callable[..., Any], linear: Any, **call: Any) -> torch.Tensor:
-        """What ``linear_fc1`` does between its collectives of the forward pass."""
-        if self.phase is Phase.STOCK or not self.wgrads:
-            return stock(linear, **call)
-        return column_product(call["input"], self._product(linear, call))
+    def product(self, stock: Callable[..., Any], linear: Any, **call: Any) -> torch.Tensor:
+        """What one of Megatron's linear modules does between its collectives of the forward pass.
 
-    def row_product(self, stock: Callable[..., Any], linear: Any, **call: Any) -> torch.Tensor:
-        """What ``linear_fc2`` does before its collectives of the forward pass."""
+        Row-parallel products have no collectives of their own: Megatron passes that on in ``call``.
+        """
         if self.phase is Phase.STOCK or not self.wgrads:
             return stock(linear, **call)
-        # the same arithmetic: a column-parallel product without collectives of its own
-        return column_product(call["input"], self._product(linear, call))
+        product = self._product(
+            linear,
+            gather_input=call["sequence_parallel"],
+            reduce_dgrad=call["allreduce_dgrad"],
+            group=linear.tp_group,
+        )
+        return column_product(call["input"], product)
 
     def row_forward(self, stock: Callable[..., Any], linear: Any, x: torch.Tensor) -> Any:
         """The whole of ``linear_fc2``: of a product that is made again only the backward pass."""
         fused = not self.wgrads and linear.gradient_accumulation_fusion
         if self.phase is not Phase.AGAIN or fused:
             return stock(linear, x)
-        product = Product(
-            weight=linear.weight,
-            wgrad=self.wgrads[1] if self.wgrads else None,
-            ready=self.ready,
-            gather_input=False,
-            reduce_dgrad=False,
-            group=linear.tp_group,
+        assert linear.skip_bias_add, "Megatron's FFN adds the bias outside"
+        product = self._product(
+            linear, gather_input=False, reduce_dgrad=False, group=linear.tp_group
         )
-        return (
-            row_product_for_backward(x, product, scatter=linear.sequence_parallel),
-            linear.bias,
-        )
+        output = row_product_for_backward(x, product, scatter=linear.sequence_parallel)
+        return output, linear.bias
 
-    def _product(self, linear: Any, call: dict[str, Any]) -> Product:
-        return Product(
-            weight=linear.weight,
-            wgrad=self.wgrads[self.linears.index(linear)],
-            ready=self.ready,
-            gather_input=call["sequence_parallel"],
-            reduce_dgrad=call["allreduce_dgrad"],
-            group=linear.tp_group,
-        )
+    def te_forward(self, stock: Callable[..., Any], linear: Any, x: torch.Tensor) -> Any:
+        """The whole of a Transformer Engine module of the FFN, see ``te``."""
+        if self.phase is Phase.STOCK or not self.wgrads:
+            return stock(linear, x)
+        product = functools.partial(self._product, linear)
+        if linear is self.linears[0]:
+            return te.forward_first(linear, x, product)
+        return te.forward_second(linear, x, product, again=self.phase is Phase.AGAIN)
+
+    def _product(self, linear: Any, **call: Any) -> Product:
+        wgrad = self.wgrads[self.linears.index(linear)] if self.wgrads else None
+        return Product(weight=linear.weight, wgrad=wgrad, ready=self.ready, **call)
 
 
 class _ThroughResidual(torch.autograd.Function):

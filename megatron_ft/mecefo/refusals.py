@@ -10,6 +10,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ft.mecefo import te
 from megatron_ft.mecefo.options import MecefoOptions
 
 _CONFIG: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
@@ -60,12 +61,17 @@ def _check_layer(layer: Any, options: MecefoOptions) -> None:
     if type(layer.mlp) is not MLP:
         raise ValueError(f"{where} has a {type(layer.mlp).__name__}, not Megatron's MLP")
     linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2
-    kinds = tuple(type(linear) for linear in linears)
-    if options.low_rank and kinds != (ColumnParallelLinear, RowParallelLinear):
-        names = " and ".join(kind.__name__ for kind in kinds)
+    if options.low_rank and not _can_be_low_rank(*map(type, linears)):
+        names = " and ".join(type(linear).__name__ for linear in linears)
         raise ValueError(
-            f"{where} has {names} in its FFN; low-rank weight gradients need Megatron's own linear "
-            "layers: --transformer-impl local, or --ft-mecefo-no-low-rank"
+            f"{where} has {names} in its FFN; low-rank weight gradients need Megatron's or "
+            "Transformer Engine's parallel linear layers: --transformer-impl local, or "
+            "--ft-mecefo-no-low-rank"
         )
     if options.low_rank and not all(linear.weight.requires_grad for linear in linears):
         raise ValueError(f"{where} has frozen FFN weights; --ft-mecefo-no-low-rank")
+
+
+def _can_be_low_rank(first: type, second: type) -> bool:
+    own = first is ColumnParallelLinear and second is RowParallelLinear
+    return own or (first in te.FIRST and second in te.SECOND)
