@@ -32,7 +32,7 @@ GPT = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt-biases": GPT,
-    "qk-layernorm": {"qk_layernorm": True, "num_query_groups": 4},
+    "qk-layernorm": {"qk_layernorm": True, "num_query_groups": 4, "add_qkv_bias": True},
 }
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 EVERYTHING = MecefoOptions(rank=RANK)
@@ -426,6 +426,38 @@ def test_overlapped_reduction_has_every_parameter_registered(first: str) -> None
         )
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets_are_reduced_in_the_order_of_the_other_replicas(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that are not degraded call the same collectives: another order would be a hang."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    order: list[str] = []
+    real = _ParamAndGradBucketGroup.start_grad_sync
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append(names[id(self.buckets[0].params_list[0])])
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", start_grad_sync)
+    model = Model(**FP32, **DROPOUT, **MODELS[name])
+    names = {id(p): n for n, p in model.block.named_parameters()}
+    ddp = wrapped(model, overlap_grad_reduce=True, bucket_size=1)
+    handle = degraded(model.block, EVERYTHING, ddp=[ddp])
+    orders = []
+    for on, exact, keep in (([], [], []), ([], [], []), ([0, 1], [], []), ([0, 1], [1], [0, 1])):
+        handle.on(on, exact_attention=exact, keep_ffn=keep)
+        order.clear()
+        train_step(model, ddp, handle)
+        orders.append(list(order))
+    handle.close()
+    assert len(orders[1]) == len(ddp.bucket_groups)
+    assert orders[1] == orders[2] == orders[3]
+    # the first batch learns the counts, and its order is that of the buckets
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
 def test_megatron_refuses_a_reduction_in_which_parameters_are_missing() -> None:
     """The control of the test above: without registering, Megatron's own assertion fails."""
     model = Model(**FP32)
@@ -546,6 +578,9 @@ def test_other_linear_layers_and_frozen_weights_are_refused() -> None:
         Degraded(block.layers, EVERYTHING)
     block.layers[1].mlp.linear_fc1 = torch.nn.Linear(HIDDEN, 2 * FFN)
     with pytest.raises(ValueError, match="Linear and RowParallelLinear in its FFN"):
+        Degraded(block.layers, EVERYTHING)
+    block.layers[1].self_attention.sink = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"layer 2: its attention has .*self_attention.sink"):
         Degraded(block.layers, EVERYTHING)
 
 

@@ -17,9 +17,9 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_ft.mecefo import te
-from megatron_ft.mecefo.gradient_rule import attention_parameters
+from megatron_ft.mecefo.gradient_rule import is_attention_parameter
 from megatron_ft.mecefo.linear import Product, column_product, row_product_for_backward
-from megatron_ft.mecefo.ready import GradReady
+from megatron_ft.mecefo.ready import GradReady, in_backward_order
 from megatron_ft.mecefo.wgrad import LowRankWgrad
 
 
@@ -32,6 +32,16 @@ class Phase(StrEnum):
     """A forward pass that keeps what its backward needs."""
     AGAIN = "again"
     """In backward: the forward pass again, for what the backward pass needs of it."""
+
+
+def attention_in_backward_order(layer: Any) -> list[torch.nn.Parameter]:
+    """What skip-MHA leaves without gradient.
+
+    Raises:
+        ValueError: The attention is of a kind whose backward pass is unknown.
+    """
+    named = {n: p for n, p in layer.named_parameters() if is_attention_parameter(n)}
+    return in_backward_order(named)
 
 
 class DegradedLayer:
@@ -53,7 +63,7 @@ class DegradedLayer:
         self.phase = Phase.STOCK
         self.linears = (layer.mlp.linear_fc1, layer.mlp.linear_fc2)
         self.wgrads = tuple(LowRankWgrad(linear.weight) for linear in self.linears if low_rank)
-        self._attention = attention_parameters(layer)
+        self._attention = attention_in_backward_order(layer)
 
     # -- technique I -------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Product:
     """The input gradient is summed over the peers (column-parallel otherwise)."""
     group: Any
     """The tensor-parallel group."""
+    completes: bool = True
+    """Its backward pass completes the weight's gradient, see ``complete_before``."""
 
 
 def column_product(x: torch.Tensor, product: Product) -> torch.Tensor:
@@ -63,6 +65,26 @@ def row_product_for_backward(x: torch.Tensor, product: Product, *, scatter: bool
     """
     weight = product.weight if product.wgrad is None else None
     return _RowBackward.apply(x, weight, product, scatter)
+
+
+def complete_before(x: torch.Tensor, product: Product) -> torch.Tensor:
+    """``x``; the weight's gradient is completed when backward comes by here.
+
+    For a norm that is fused with the product in the stock module: its parameters come first.
+    """
+    return _Completes.apply(x, product)
+
+
+class _Completes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, product: Product) -> torch.Tensor:
+        ctx.product = product
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _complete(ctx.product)
+        return grads[0], None
 
 
 class _Product(torch.autograd.Function):
@@ -139,8 +161,15 @@ def _accumulate(product: Product, grad_output: torch.Tensor, projected: torch.Te
     wgrad = product.wgrad
     assert wgrad is not None
     wgrad.accumulate(_rows(grad_output), projected)
+    if product.completes:
+        _complete(product)
+
+
+def _complete(product: Product) -> None:
+    """The microbatch is in the factor; in the last one the factor goes to the gradient."""
     if product.ready.is_last(product.weight):
-        wgrad.flush()
+        assert product.wgrad is not None
+        product.wgrad.flush()
     product.ready.register((product.weight,))
 
 

@@ -2,16 +2,45 @@
 
 With ``--overlap-grad-reduce`` a bucket is reduced when each of its parameters has been registered
 once in the last microbatch, as autograd's hooks do. Parameters whose gradient a degraded layer
-leaves out, or adds by itself, have no such hook run: they are registered here, at the same place of
-the backward pass, so that buckets become complete in the same order as on the other replicas.
+leaves out, or adds by itself, have no such hook run: they are registered here, in the order of the
+stock backward pass. Another order would complete buckets in another order than on the other
+replicas, which would reduce one bucket with another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
+
+_QKV = "self_attention.linear_qkv"
+ATTENTION_BACKWARD = (
+    *("self_attention.linear_proj.bias", "self_attention.linear_proj.weight"),
+    *("self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias"),
+    *("self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias"),
+    # Transformer Engine's fused norm comes back from the same function
+    *(f"{_QKV}.layer_norm_weight", f"{_QKV}.layer_norm_bias"),
+    *(f"{_QKV}.weight", f"{_QKV}.bias"),
+    *("input_layernorm.weight", "input_layernorm.bias"),
+)
+"""In what order the stock backward pass completes the parameters of a layer's attention branch."""
+
+
+def in_backward_order[P](parameters: Mapping[str, P]) -> list[P]:
+    """The parameters of an attention branch as the stock backward pass completes them.
+
+    Args:
+        parameters: By name in their TransformerLayer.
+
+    Raises:
+        ValueError: A name is unknown, so that its place is too.
+    """
+    unknown = sorted(parameters.keys() - set(ATTENTION_BACKWARD))
+    if unknown:
+        raise ValueError(f"its attention has parameters that MeCeFO does not know: {unknown}")
+    return [parameters[name] for name in ATTENTION_BACKWARD if name in parameters]
 
 
 class GradReady:

@@ -11,6 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ft.mecefo import te
+from megatron_ft.mecefo.layer import attention_in_backward_order
 from megatron_ft.mecefo.options import MecefoOptions
 
 _CONFIG: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
@@ -58,6 +59,10 @@ def _check_layer(layer: Any, options: MecefoOptions) -> None:
             raise ValueError(f"{where} cannot be degraded with {what}; use {instead}")
     if not isinstance(layer.cross_attention, IdentityOp):
         raise ValueError(f"{where} has cross-attention; only decoder layers can be degraded")
+    try:
+        attention_in_backward_order(layer)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if type(layer.mlp) is not MLP:
         raise ValueError(f"{where} has a {type(layer.mlp).__name__}, not Megatron's MLP")
     linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2

@@ -25,7 +25,12 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from megatron_ft.mecefo.linear import Product, column_product, row_product_for_backward
+from megatron_ft.mecefo.linear import (
+    Product,
+    column_product,
+    complete_before,
+    row_product_for_backward,
+)
 
 FIRST = (TELayerNormColumnParallelLinear, TEColumnParallelLinear)
 SECOND = (TERowParallelLinear,)
@@ -51,13 +56,17 @@ def forward_first(linear: Any, x: torch.Tensor, product: Callable[..., Product])
         x: ``[sequence, batch, hidden]``, a part of the sequence under sequence parallelism.
         product: Makes the product's description from what is given by name.
     """
-    if hasattr(linear, "layer_norm_weight"):
-        x = normalized(x, linear)
+    fused = hasattr(linear, "layer_norm_weight")
     group = linear._tp_group
     scattered = linear.config.sequence_parallel and group.size() > 1
     made = product(
-        gather_input=scattered, reduce_dgrad=group.size() > 1 and not scattered, group=group
+        gather_input=scattered,
+        reduce_dgrad=group.size() > 1 and not scattered,
+        group=group,
+        completes=not fused,
     )
+    if fused:
+        x = normalized(complete_before(x, made), linear)
     return _with_bias(linear, column_product(x, made))
 
 
