@@ -506,6 +506,33 @@ def test_megatrons_recomputation_composes(name: str) -> None:
             assert all(layer.recompute_mlp for layer in model.block.layers)
 
 
+def test_the_pipelines_freed_outputs() -> None:
+    """Megatron's schedule frees a stage's output once it is sent, and calls autograd by itself."""
+    from megatron.core.pipeline_parallel.schedules import (
+        custom_backward,
+        deallocate_output_tensor,
+    )
+
+    model = Model(**DROPOUT)
+    handle = degraded(model.block, EVERYTHING, keep_ffn=[0])
+    _, want = model.run()
+    handle.flush()
+    want_gradients = model.gradients()
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    torch.manual_seed(5)
+    inside = model.x.clone().requires_grad_()
+    output = model.block(hidden_states=inside, attention_mask=None, rotary_pos_emb=model.angles)
+    deallocate_output_tensor(output, True)
+    assert output.numel() == 1
+    custom_backward(output, model.grad)
+    handle.flush()
+    handle.close()
+    assert torch.equal(inside.grad, want)
+    assert_same(model.gradients(), want_gradients, 0)
+
+
 def test_tied_embeddings() -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

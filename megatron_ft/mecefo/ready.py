@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 _QKV = "self_attention.linear_qkv"
 ATTENTION_BACKWARD = (
     *("self_attention.linear_proj.bias", "self_attention.linear_proj.weight"),
