@@ -11,6 +11,7 @@ tensors hold at the most during a microbatch, without parameters and gradients.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import logging
@@ -144,11 +145,9 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
     corpus = mecefo_choice.Corpus(ROOT / "data")
     exact = mecefo_choice.train(corpus, args.steps, None, ages)
 
+    @functools.cache
     def trained_loss(rank: int, interval: int) -> float:
-        options = MecefoOptions(
-            skip_attention=False, recompute_ffn=False, rank=rank, svd_interval=interval
-        )
-        return float(mecefo_choice.train(corpus, args.steps, options, ()).loss)
+        return mecefo_choice.train(corpus, args.steps, (rank, interval), ()).loss
 
     by_rank = [
         {
@@ -218,14 +217,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rank", type=int, default=DEFAULT_RANK)
     parser.add_argument("--interval", type=int, default=DEFAULT_SVD_INTERVAL)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 100, 200])
-    parser.add_argument("--steps", type=int, default=400, help="of the small model's training")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128])
+    parser.add_argument("--intervals", type=int, nargs="+", default=[20, 100, 200])
+    parser.add_argument("--steps", type=int, default=300, help="of the small model's training")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     return parser.parse_args()
 

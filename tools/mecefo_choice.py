@@ -2,8 +2,7 @@
 
 For ``bench_mecefo.py --what choice``. A byte-level model trains in this process on the default
 corpus. Along an exact run the FFN gradients are compared with their low-rank ones; then the same
-training runs again with low-rank gradients in every layer of every microbatch, which is far more
-than a job with a failure ever has.
+training runs again as if one of four replicas were degraded all the time, in all its layers.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import mecefo_model
 import numpy as np
 import torch
 
-from megatron_ft.mecefo.options import MecefoOptions
-
 VOCABULARY = 257
 HIDDEN, FFN, LAYERS, HEADS, SEQUENCE = 128, 344, 4, 4, 128
 SEQUENCES = 8
 """Of a step."""
+REPLICAS = 4
+DEGRADED, EXACT = slice(SEQUENCES // REPLICAS), slice(SEQUENCES // REPLICAS, None)
+"""Sequences of the degraded replica and of the others."""
 LR = 2e-3
 
 
@@ -82,46 +82,52 @@ def new_model() -> Any:
     )
 
 
-def loss_of(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    tokens, labels = batch
-    positions = torch.arange(SEQUENCE).expand(SEQUENCES, -1)
+def loss_of(
+    model: Any, batch: tuple[torch.Tensor, torch.Tensor], rows: slice = slice(None)
+) -> torch.Tensor:
+    tokens, labels = batch[0][rows], batch[1][rows]
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
     return model(tokens, positions, None, labels=labels).mean()
 
 
-def train(corpus: Corpus, steps: int, low_rank: MecefoOptions | None, ages: tuple[int, ...]) -> Any:
+def train(
+    corpus: Corpus, steps: int, low_rank: tuple[int, int] | None, ages: tuple[int, ...]
+) -> Trained:
     """Train from the same start on the same sequences.
 
     Args:
-        low_rank: Options of the low-rank gradients of all FFNs; None for exact ones.
+        low_rank: Rank and interval of the FFN gradients of a quarter of the sequences, by the
+            formula; None for exact ones.
         ages: Steps before the end at which the FFN weights are kept.
     """
-    from megatron_ft.mecefo.degraded import Degraded
+    from megatron_ft.mecefo.basis import right_singular_vectors
 
     model = new_model()
     ffn = {n: p for n, p in model.named_parameters() if "linear_fc" in n}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    handle = None
-    if low_rank is not None:
-        handle = Degraded(model.decoder.layers, low_rank)
-        handle.on(range(LAYERS), step=0)
     kept: dict[int, dict[str, torch.Tensor]] = {}
+    bases: dict[str, torch.Tensor] = {}
     for step in range(steps):
         if steps - step in ages:
             kept[steps - step] = {n: p.detach().clone() for n, p in ffn.items()}
-        if handle is not None:
-            handle.begin_step(step)
         warm = min(1.0, (step + 1) / (steps // 10))
-        optimizer.param_groups[0]["lr"] = (
-            LR * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        )
+        decay = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+        optimizer.param_groups[0]["lr"] = LR * warm * decay
         optimizer.zero_grad()
-        loss_of(model, corpus.batch("train", step)).backward()
-        if handle is not None:
-            handle.flush()
+        batch = corpus.batch("train", step)
+        if low_rank is not None:
+            rank, interval = low_rank
+            if step % interval == 0:
+                bases = {n: right_singular_vectors(p, rank) for n, p in ffn.items()}
+            (loss_of(model, batch, DEGRADED) / REPLICAS).backward()
+            for name, parameter in ffn.items():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad @ bases[name] @ bases[name].T
+            (loss_of(model, batch, EXACT) * (REPLICAS - 1) / REPLICAS).backward()
+        else:
+            loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    if handle is not None:
-        handle.close()
     optimizer.zero_grad()
     loss_of(model, corpus.batch("train", steps)).backward()
     kept[0] = {n: p.detach().clone() for n, p in ffn.items()}
