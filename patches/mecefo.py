@@ -50,9 +50,22 @@ def _module_forward(way: str) -> Callable[[Callable[..., Any]], Callable[..., An
     return make
 
 
+def _start_grad_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.params:
+            low_rank = getattr(parameter, "ft_low_rank", None)
+            if low_rank is not None:
+                low_rank.flush()
+        return original(self, *args, **kwargs)
+
+    return start_grad_sync
+
+
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _LINEAR = "megatron.core.tensor_parallel.layers"
 _ENGINE = "megatron.core.extensions.transformer_engine"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 OWN: tuple[Patch, ...] = (
     Patch(
@@ -97,6 +110,16 @@ OWN: tuple[Patch, ...] = (
         make=_module_forward("row_forward"),
         requires=("self", "input_"),
     ),
+    Patch(
+        name="mecefo.start_grad_sync",
+        target=f"{_BUFFER}.start_grad_sync",
+        reason="a bucket's low-rank weight gradients are completed before its reduction, whoever "
+        "starts that: the last backward pass, the pipeline schedule, or the end of the step; and "
+        "before recover.start_grad_sync, which is inside of this one, copies them",
+        kind="wrap",
+        make=_start_grad_sync,
+        requires=("self",),
+    ),
 )
 
 # Without Transformer Engine what Megatron defines in its place are no classes.
@@ -124,7 +147,6 @@ def _reads(owner: str, names: str, reason: str) -> tuple[Reliance, ...]:
     )
 
 
-_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 RELIANCES: tuple[Reliance, ...] = (
@@ -140,7 +162,7 @@ RELIANCES: tuple[Reliance, ...] = (
         reason="parameters whose gradient autograd does not see are registered here",
         positional=("self", "param", "force_all_reduce"),
     ),
-    *_reads(_BUFFER, "is_last_microbatch", "low-rank gradients are completed in it"),
+    *_reads(_BUFFER, "params", "weights of a bucket with low-rank gradients"),
     *_reads(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
         "param_to_bucket_group force_all_reduce ddp_config",

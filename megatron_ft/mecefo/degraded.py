@@ -28,8 +28,8 @@ class MecefoMemory:
 class Degraded:
     """The layers of one process that can be degraded.
 
-    A step goes: ``on`` or ``off``, ``begin_step``, forward and backward passes, ``flush``,
-    gradient reduction, optimizer. Tensor-parallel peers must switch alike.
+    A step goes: ``on`` or ``off``, ``begin_step``, forward and backward passes, gradient reduction,
+    optimizer. Tensor-parallel peers must switch alike.
 
     Args:
         layers: Megatron's TransformerLayers, of one stage or of two.
@@ -98,10 +98,10 @@ class Degraded:
                 )
 
     def flush(self) -> None:
-        """Complete the weight gradients of the step; before its gradients are reduced.
+        """Complete the weight gradients of the step.
 
-        Needed once per step. With ``--overlap-grad-reduce`` the last microbatch has done it, bucket
-        by bucket, and this does nothing.
+        Needed only where Megatron's DDP does not reduce them: before a bucket's reduction a patch
+        does the same for its weights, whatever starts it.
         """
         for layer in self._on.values():
             for wgrad in layer.wgrads:
@@ -143,6 +143,8 @@ class Degraded:
             self._refresher.now(state.wgrads)
         for module in (layer, *state.linears):
             module.ft_degraded = state
+        for wgrad in state.wgrads:
+            wgrad.weight.ft_low_rank = wgrad
         self._on[index] = state
         self._adopted[index] = step
 
@@ -150,6 +152,7 @@ class Degraded:
         state = self._on[index]
         for wgrad in state.wgrads:
             wgrad.release()
+            del wgrad.weight.ft_low_rank
         del self._on[index], self._adopted[index]
         self._refresher.forget(index)
         for module in (state.layer, *state.linears):

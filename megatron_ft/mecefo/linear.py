@@ -36,7 +36,7 @@ class Product:
     group: Any
     """The tensor-parallel group."""
     completes: bool = True
-    """Its backward pass completes the weight's gradient, see ``complete_before``."""
+    """Its backward pass registers the weight, see ``complete_before``."""
 
 
 def column_product(x: torch.Tensor, product: Product) -> torch.Tensor:
@@ -68,7 +68,7 @@ def row_product_for_backward(x: torch.Tensor, product: Product, *, scatter: bool
 
 
 def complete_before(x: torch.Tensor, product: Product) -> torch.Tensor:
-    """``x``; the weight's gradient is completed when backward comes by here.
+    """``x``; the weight is registered when backward comes by here.
 
     For a norm that is fused with the product in the stock module: its parameters come first.
     """
@@ -83,7 +83,7 @@ class _Completes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _complete(ctx.product)
+        ctx.product.ready.register((ctx.product.weight,))
         return grads[0], None
 
 
@@ -162,15 +162,7 @@ def _accumulate(product: Product, grad_output: torch.Tensor, projected: torch.Te
     assert wgrad is not None
     wgrad.accumulate(_rows(grad_output), projected)
     if product.completes:
-        _complete(product)
-
-
-def _complete(product: Product) -> None:
-    """The microbatch is in the factor; in the last one the factor goes to the gradient."""
-    if product.ready.is_last(product.weight):
-        assert product.wgrad is not None
-        product.wgrad.flush()
-    product.ready.register((product.weight,))
+        product.ready.register((product.weight,))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -57,11 +57,6 @@ class GradReady:
             for parameter, group in wrapper.param_to_bucket_group.items()
         }
 
-    def is_last(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether registering ``parameter`` now may start the reduction of its bucket."""
-        found = self._overlapped.get(parameter)
-        return found is not None and found[1].is_last_microbatch
-
     def register(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Say that the gradients of ``parameters`` are complete for this microbatch."""
         for parameter in parameters:
