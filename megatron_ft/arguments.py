@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ft.checkfree import options as checkfree_options
+from megatron_ft.checkfree.options import CheckfreeOptions
 from megatron_ft.validation import FtArgumentError as FtArgumentError
 from megatron_ft.validation import validate as validate
 from megatron_ft.validation import validate_early
@@ -61,6 +63,8 @@ class Early:
     """``--ft-world-size``: slots of the job, None for one per process."""
     options: argparse.Namespace
     """The ``ft_*`` options."""
+    checkfree: CheckfreeOptions
+    """How a stage that nobody holds any more is rebuilt."""
 
     @property
     def replica_size(self) -> int:
@@ -69,7 +73,11 @@ class Early:
     @property
     def strategy(self) -> str | None:
         """The flag of a strategy that is on, for messages; None if training is stock."""
-        return "--ft-recover" if self.options.ft_recover else None
+        if self.options.ft_recover:
+            return "--ft-recover"
+        if self.checkfree.enabled:
+            return "--ft-checkfree-plus" if self.checkfree.plus else "--ft-checkfree"
+        return None
 
 
 def add_ft_flags(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +137,7 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many processes the job starts at the most",
     )
+    checkfree_options.add_flags(parser)
     add(
         "--ft-watch-timeout",
         type=float,
@@ -191,6 +200,7 @@ def early(argv: Sequence[str]) -> Early:
         backend=options.distributed_backend,
         num_slots=options.ft_world_size,
         options=options,
+        checkfree=checkfree_options.from_namespace(options),
     )
 
 

@@ -10,12 +10,12 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.ledger import samples_digest
+from megatron_ft.recovery_plan import Fill, Rebuild
 from megatron_ft.rejoin.membership import MAX_FAILED_REPLACEMENTS
 from megatron_ft.restarts import LAST_CODE, START
 from megatron_ft.world.world import Repaired
 
 if TYPE_CHECKING:
-    from megatron_ft.recovery_plan import Fill
     from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
 
@@ -201,10 +201,21 @@ def checkpoint(session: Session, iteration: int, seconds: float) -> None:
     )
 
 
-def slot_filled(session: Session, fill: Fill, moved: Moved | None) -> None:
+def slot_filled(session: Session, fill: Fill | Rebuild, moved: Moved | None) -> None:
     """This process took over a slot; it alone knows what that cost."""
     world = session.world
     assert world is not None
+    if isinstance(fill, Rebuild):
+        sources = " and ".join(str(world.topology.stage_of(slot)) for slot in fill.from_slots)
+        session.emit(
+            "stage_rebuilt",
+            stage=world.topology.stage_of(fill.slot),
+            method=f"{session.early.options.ft_checkfree_weight} average of stage {sources}",
+            slot=fill.slot,
+            replica=world.topology.replica_of(fill.slot),
+            **({"transfer_s": moved.seconds, "transfer_bytes": moved.nbytes} if moved else {}),
+        )
+    source = fill.source_slot if isinstance(fill, Fill) else None
     cost: dict[str, Any] = {}
     if moved is not None:
         cost = {"transfer_s": moved.seconds, "transfer_bytes": moved.nbytes}
@@ -214,6 +225,6 @@ def slot_filled(session: Session, fill: Fill, moved: Moved | None) -> None:
         by_process=fill.process,
         replica=world.topology.replica_of(fill.slot),
         stage=world.topology.stage_of(fill.slot),
-        from_slot=fill.source_slot,
+        from_slot=source,
         **cost,
     )

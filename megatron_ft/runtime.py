@@ -229,6 +229,8 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
     membership = job.session.membership
     try:
         if job.slot is None:
+            if job.boot is None:
+                _import_everything()  # a spare has the time for it now, not when it is needed
             _join_pool(job)
             membership.wait()
             job.slot = membership.target
@@ -361,7 +363,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     """Stock Megatron's flow, with our hooks in place."""
     import torch
 
-    from megatron_ft.patches import cpu_device, faults, observe, recover, ulfm, wheel
+    from megatron_ft.patches import checkfree, cpu_device, faults, observe, recover, ulfm, wheel
     from megatron_ft.patches.registry import registry
 
     has_gpu = has_gpu and torch.cuda.is_available()
@@ -381,6 +383,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     if session.resilient:
         registry.install(ulfm.VACANCY)
         registry.install(recover.PATCHES)
+    if job.early.checkfree.enabled:
+        registry.install(checkfree.PATCHES)
     if session.injector is not None:
         registry.install(faults.PATCHES)
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
@@ -481,6 +485,10 @@ def _install_strategies(job: Job) -> None:
         from megatron_ft.recover.install import build_transaction
 
         session.on_built.append(lambda: build_transaction(session))
+    if session.early.checkfree.enabled:
+        from megatron_ft.checkfree.live import install
+
+        session.on_built.append(lambda: install(session))
 
 
 # -- the end -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megatron_ft.arguments import Early
 from megatron_ft.control.session_orders import Control
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
-from megatron_ft.recovery_plan import Fill
+from megatron_ft.recovery_plan import Fill, Rebuild
 from megatron_ft.rejoin.membership import Membership
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
@@ -89,6 +89,10 @@ class Session:
         self.loss_group: Any = None
         self.committed = 0
         """The last iteration that all replicas agreed on; the state is that after it."""
+        self.training_over = False
+        """Whether Megatron has left its training loop: what is lost now is not computed again."""
+        self.grad_square: float | None = None
+        """This shard's part of its stage's squared gradient norm, of the last committed step."""
         self.training = False
         """Whether set-up is done."""
         self.joining = False
@@ -209,6 +213,7 @@ class Session:
             self.membership.start_missing()
 
     def train_ended(self) -> None:
+        self.training_over = True
         if self.watch is not None:
             self.watch.disarm()
 
@@ -229,6 +234,8 @@ class Session:
     def committed_step(self, iteration: int) -> None:
         """All replicas have agreed on a step; its optimizer step is local arithmetic."""
         self.committed = iteration
+        if self.transaction.measured is not None:
+            self.grad_square = self.transaction.measured
 
     def step_committed(
         self,
@@ -350,7 +357,7 @@ class Session:
         if repaired.plan is not None and repaired.plan.stop is not None:
             raise NoWayOn(f"{repaired.plan.stop.reason}. {repaired.plan.stop.advice}")
 
-    def filled(self, fill: Fill, moved: Moved | None) -> None:
+    def filled(self, fill: Fill | Rebuild, moved: Moved | None) -> None:
         """This process serves a slot from now on."""
         reporting.slot_filled(self, fill, moved)
 

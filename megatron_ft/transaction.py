@@ -104,6 +104,9 @@ class StepTransaction:
         self.pipeline_done = False
         self.contributes = True
         self.rehearsed: dict[str, Any] = {}
+        self.measure: Callable[[], float] | None = None
+        """What of the unclipped gradients is remembered of each step; None for nothing."""
+        self.measured: float | None = None
         self._reports: list[dict[str, Any]] = []
         self.last: Committed | None = None
         self.iteration = 0
@@ -323,6 +326,7 @@ class StepTransaction:
             if optimizer.config.log_num_zeros_in_grad:
                 rehearsed["count_zeros"] = optimizer.count_zeros()
             optimizer._compute_grad_norms_by_group()
+        self.measured = self.measure() if self.measure is not None and not found_inf else None
         self.rehearsed = rehearsed
 
     def _eval_start(self, iterator: Any) -> int:

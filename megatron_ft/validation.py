@@ -41,51 +41,61 @@ def validate(args: Any) -> None:
     Raises:
         FtArgumentError: They cannot work together, or name data that is not there.
     """
+    from megatron_ft.checkfree import options as checkfree
+
     _validate_data(args)
-    if not args.ft_recover:
+    checkfree.validate(args)
+    rebuilds = args.ft_checkfree or args.ft_checkfree_plus
+    if not args.ft_recover and not rebuilds:
         return
+    if not args.ft_recover and args.data_parallel_size > 1:
+        raise FtArgumentError(
+            "CheckFree alone is for one replica: with several, add --ft-recover, which goes on "
+            "with those that are left"
+        )
+    flag = "--ft-recover" if args.ft_recover else "--ft-checkfree"
     refuse = [
         (
             args.use_distributed_optimizer,
-            "--ft-recover needs the whole optimizer state on every replica: with "
+            f"{flag} needs the whole optimizer state on every replica: with "
             "--use-distributed-optimizer a lost process takes its shard along. Leave out one",
         ),
         (
             args.use_torch_fsdp2 or args.use_megatron_fsdp,
-            "--ft-recover needs whole parameters on every replica: leave out FSDP",
+            f"{flag} needs whole parameters on every replica: leave out FSDP",
         ),
         (
             args.virtual_pipeline_model_parallel_size is not None,
-            "--ft-recover supports 1F1B and no pipelining: leave out the interleaved schedule "
+            f"{flag} supports 1F1B and no pipelining: leave out the interleaved schedule "
             "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank)",
         ),
         (
             bool(args.num_experts),
-            "--ft-recover does not support mixture of experts: leave out --num-experts",
+            f"{flag} does not support mixture of experts: leave out --num-experts",
         ),
         (
-            args.data_parallel_size < 2,
-            "--ft-recover needs at least two replicas: start more processes, or lower the "
-            "tensor- or pipeline-parallel size",
+            args.data_parallel_size < 2 and not rebuilds,
+            "--ft-recover needs at least two replicas: start more processes, lower the "
+            "tensor- or pipeline-parallel size, or let --ft-checkfree rebuild what is lost",
         ),
         (
             args.dataloader_type != "external",
-            "--ft-recover reads samples by microbatch id: leave out --dataloader-type",
+            f"{flag} reads samples by microbatch id: leave out --dataloader-type",
         ),
         (
             args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
-            "--ft-recover sums the same number of microbatches in every step: leave out "
+            f"{flag} sums the same number of microbatches in every step: leave out "
             "--rampup-batch-size and --step-batch-size-schedule",
         ),
-        (args.async_save, "--ft-recover does not support --async-save: leave it out"),
+        (args.async_save, f"{flag} does not support --async-save: leave it out"),
         (
             args.ckpt_assume_constant_structure,
-            "--ft-recover: who writes what of a checkpoint changes when a replica is lost: leave "
+            f"{flag}: who writes what of a checkpoint changes when a replica is lost: leave "
             "out --ckpt-assume-constant-structure",
         ),
         (
             args.distributed_backend != "ulfm",
-            "--ft-recover needs collectives that survive: leave out --distributed-backend and "
+            f"{flag} needs collectives that survive: leave out --distributed-backend and "
             "start with megatron-ft-run",
         ),
     ]

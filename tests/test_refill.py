@@ -5,13 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.recovery_plan import Fill
+from megatron_ft.checkfree.options import CheckfreeOptions
+from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.rejoin.hope import Help, stop_if_hopeless
 from megatron_ft.rejoin.refill import (
     Built,
     filled,
+    obtainable,
     refill,
     settle,
-    stop_if_nothing_is_whole,
     targets,
 )
 from megatron_ft.topology import Assignment, Shard, Topology, initial_assignment
@@ -56,15 +58,94 @@ def test_leftovers_of_two_replicas_make_a_whole_one() -> None:
     assert plan.assignment.process_of[:6] == (1, None, 2, 3, None, 5)
 
 
+OFF = CheckfreeOptions()
+CHECKFREE = CheckfreeOptions(enabled=True)
+PLUS = CheckfreeOptions(enabled=True, plus=True)
+NOBODY = Help({}, {}, (), False)
+
+
 def test_nobody_holds_the_state() -> None:
     topology = Topology(tensor=1, pipeline=2, data=1)
     before = initial_assignment(topology, range(3))
     dark = settle(topology, before, frozenset({0}))
     built = {1: Built(Shard(0, 1), 1), 2: Built(Shard(0, 0), 0)}
-    plan = refill(topology, dark, built, {1: frozenset({Shard(0, 1)})})
+    holds = {1: frozenset({Shard(0, 1)})}
+    plan = refill(topology, dark, built, holds)
     assert not filled(plan)
-    stop = stop_if_nothing_is_whole(topology, plan, respawns=False).stop
-    assert stop is not None and "--ft-respawn" in stop.advice
+    stop = stop_if_hopeless(topology, plan, Help(built, {}, (), True), holds).stop
+    assert stop is not None and stop.rule == 2 and "--ft-checkfree" in stop.advice
+
+
+def test_a_middle_stage_is_rebuilt_from_its_neighbours() -> None:
+    topology = Topology(tensor=2, pipeline=3, data=1)
+    before = initial_assignment(topology, range(7))
+    dark = settle(topology, before, frozenset({2}))  # tp 0 of stage 1; its peer 3 lives
+    built = {p: Built(topology.shard_of(p), p) for p in (0, 1, 3, 4, 5)}
+    built[6] = Built(Shard(0, 1), 2)
+    holds = {p: frozenset({b.shard}) for p, b in built.items() if p != 6}
+    assert not filled(refill(topology, dark, built, holds))
+    plan = refill(topology, dark, built, holds, checkfree=CHECKFREE)
+    (rebuild,) = [a for a in plan.actions if isinstance(a, Rebuild)]
+    assert (rebuild.slot, rebuild.process, rebuild.from_slots) == (2, 6, (0, 4))
+    assert {a.slot for a in plan.actions if isinstance(a, Fill)} == {0, 1, 3, 4, 5}
+
+
+def test_two_replicas_that_lost_the_same_stage() -> None:
+    topology = Topology(tensor=1, pipeline=3, data=2)
+    before = initial_assignment(topology, range(6))
+    dark = settle(topology, before, frozenset({2, 3}))  # stage 1 of both
+    built = {p: Built(topology.shard_of(s), s) for p, s in {0: 0, 1: 1, 4: 4, 5: 5}.items()}
+    built |= {6: Built(Shard(0, 1), 2), 7: Built(Shard(0, 1), 3)}
+    plan_before = settle(topology, dark.assignment.joined([6, 7]), frozenset())
+    holds = {p: frozenset({built[p].shard}) for p in (0, 1, 4, 5)}
+    plan = refill(topology, plan_before, built, holds, checkfree=CHECKFREE)
+    assert whole(plan.assignment, topology) == {0, 1}
+    kinds = [(type(a).__name__, a.slot) for a in plan.actions if isinstance(a, Fill | Rebuild)]
+    assert kinds[-2:] == [("Rebuild", 2), ("Fill", 3)], "rebuilt once, then copied"
+    last = plan.actions[-1]
+    assert isinstance(last, Fill) and (last.source_process, last.source_slot) == (6, 2)
+
+
+def test_what_can_be_rebuilt() -> None:
+    topology = Topology(tensor=1, pipeline=4, data=1)
+
+    def lost(stages: set[int], checkfree: CheckfreeOptions) -> set[int]:
+        holds = {p: frozenset({Shard(0, p)}) for p in range(4) if p not in stages}
+        return {s.pp for s in set(topology.shards) - obtainable(topology, holds, checkfree)}
+
+    assert lost({1}, OFF) == {1}
+    assert lost({1}, CHECKFREE) == set()
+    assert lost({1, 2}, CHECKFREE) == set(), "the nearest survivors on either side"
+    assert lost({0}, CHECKFREE) == {0} and lost({3}, CHECKFREE) == {3}
+    assert lost({0}, PLUS) == set() and lost({3}, PLUS) == set()
+    assert lost({1, 2}, PLUS) == set()
+    assert lost({0, 1}, PLUS) == {0, 1}, "the embedding and its twin are gone"
+    assert lost({0, 1, 2, 3}, PLUS) == {0, 1, 2, 3}
+
+
+def test_a_job_waits_for_what_can_come() -> None:
+    topology = Topology(tensor=1, pipeline=2, data=2)
+    before = initial_assignment(topology, range(5))  # process 4 is a spare
+    dark = settle(topology, before, frozenset({0, 1}))  # stage 0 of both replicas
+    assert not whole(dark.assignment, topology)
+    built = {2: Built(Shard(0, 1), 2), 3: Built(Shard(0, 1), 3)}
+    holds = {p: frozenset({b.shard}) for p, b in built.items()}
+    stopped = stop_if_hopeless(topology, dark, Help(built, {}, [4], True), holds)
+    assert stopped.stop is not None and "stage 0 is lost" in stopped.stop.reason
+
+    dark = settle(topology, before, frozenset({0, 3}))  # the state of each stage is still there
+    built = {2: Built(Shard(0, 1), 2), 1: Built(Shard(0, 0), 1)}
+    holds = {p: frozenset({b.shard}) for p, b in built.items()}
+    # Leftovers of both replicas make a whole one.
+    assert stop_if_hopeless(topology, dark, Help(built, {}, (), False), holds).stop is None
+    one = {2: built[2]}
+    assert stop_if_hopeless(topology, dark, Help(one, {}, [4], False), holds).stop is None
+    assert stop_if_hopeless(topology, dark, Help(one, {4: 0}, (), False), holds).stop is None
+    assert stop_if_hopeless(topology, dark, Help(one, {}, (), True), holds).stop is None
+    stop = stop_if_hopeless(topology, dark, Help(one, {4: 2}, (), False), holds).stop
+    assert stop is not None and stop.rule == 4 and "--ft-respawn" in stop.advice
+    every_slot = range(topology.num_slots)
+    assert stop_if_hopeless(topology, dark, Help(one, {}, [4], True), holds, every_slot).stop
 
 
 def test_a_slot_whose_replacements_die_stays_vacant() -> None:
@@ -134,5 +215,5 @@ def test_any_history(history: tuple[Topology, int, list[set[int]]]) -> None:
         assert all(plan.assignment.process_of[slot] is None for slot in wanted.values())
         assignment = plan.assignment
         if not whole(assignment, topology):
-            assert stop_if_nothing_is_whole(topology, plan, respawns=True).stop is not None
+            assert stop_if_hopeless(topology, plan, NOBODY, holds).stop is not None
             return

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from megatron_ft.recovery_plan import Fill, RecoveryPlan
+from megatron_ft.recovery_plan import Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin import refill as rules
+from megatron_ft.rejoin.hope import Help, stop_if_hopeless
 from megatron_ft.rejoin.refill import Built
 from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
 from megatron_ft.topology import Assignment, Shard, Topology
@@ -38,6 +39,11 @@ MAX_FAILED_REPLACEMENTS = 3
 
 def _slots(topology: Topology, replicas: Collection[int]) -> frozenset[int]:
     return frozenset(slot for replica in replicas for slot in topology.replica(replica))
+
+
+def needs_state(fill: Fill | Rebuild) -> bool:
+    """Whether who takes this slot does not hold its state yet."""
+    return isinstance(fill, Rebuild) or fill.is_copy
 
 
 class Released(Exception):
@@ -91,6 +97,7 @@ class Membership:
         self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit)
+        self.checkfree = session.early.checkfree
         self.desired = len(session.world.ids) if session.world is not None else 0
         """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
         self.full = 0
@@ -100,6 +107,7 @@ class Membership:
                 self.desired = self.full
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
+        self._gave_up = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -117,6 +125,9 @@ class Membership:
             "committed": self.session.committed,
             "iteration": self.session.iteration,
             "finished": self.finished,
+            "over": self.session.training_over,
+            "exhausted": self.spawner.exhausted,
+            "grad_square": self.session.grad_square,
             "pid": self.pid,
         }
 
@@ -144,11 +155,22 @@ class Membership:
             for p, f in facts.items()
             if f["built"] is not None and f["committed"] == committed and p not in receiving
         }
+        barred = self.barred | _slots(topology, gone)
         if any(f.get("boundary") for f in facts.values()) or not plan.assignment.whole_replicas(
             topology
         ):
-            plan = rules.refill(topology, plan, built, holds, self.barred | _slots(topology, gone))
-        return rules.stop_if_nothing_is_whole(topology, plan, self.respawn)
+            plan = rules.refill(topology, plan, built, holds, barred, self.checkfree)
+        building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
+        pool = set(plan.assignment.pool)
+        helpers = Help(
+            built={p: b for p, b in built.items() if p in pool},
+            building=building,
+            idle=[p for p in sorted(pool) if p not in built and p not in building],
+            respawns=self.respawn and not any(f["exhausted"] for f in facts.values()),
+        )
+        if any(f["over"] for f in facts.values()):
+            helpers = Help({}, {}, (), False)  # nobody comes back after the training
+        return stop_if_hopeless(topology, plan, helpers, holds, barred, self.checkfree)
 
     def _drained_by(
         self, before: Assignment, dead: Collection[int], reports: Mapping[int, Report]
@@ -177,10 +199,11 @@ class Membership:
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
                 return repaired
-            fills = [a for a in repaired.plan.actions if isinstance(a, Fill)]
+            fills = [a for a in repaired.plan.actions if isinstance(a, Fill | Rebuild)]
             leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
             if leaders and not fills:
-                self._admit(leaders)
+                # One at a time: the first newcomer takes part in taking in the second.
+                self._admit(leaders[0])
                 called = False
                 facts = {**facts, "boundary": True}
                 continue
@@ -214,7 +237,7 @@ class Membership:
         if repaired.plan is None:
             return
         for action in repaired.plan.actions:
-            if isinstance(action, Fill):
+            if isinstance(action, Fill | Rebuild):
                 self.history.filled_at[action.process] = (action.slot, committed)
         facts = {p: r.facts for p, r in repaired.reports.items() if p in set(assignment.pool)}
         self.ready = {
@@ -276,14 +299,13 @@ class Membership:
                 order.reply(iteration=self.session.committed, processes=sorted(processes))
         return asked
 
-    def _admit(self, leaders: list[int]) -> None:
-        for leader in leaders:
-            bridge = self.spawner.bridge if leader == self.world.process else None
-            if bridge is not None:
-                bridge.send(self._boot(), dest=1, tag=BOOT_TAG)
-            self.world.admit(leader, bridge)
-            if bridge is not None:
-                self.spawner.taken()
+    def _admit(self, leader: int) -> None:
+        bridge = self.spawner.bridge if leader == self.world.process else None
+        if bridge is not None:
+            bridge.send(self._boot(), dest=1, tag=BOOT_TAG)
+        self.world.admit(leader, bridge)
+        if bridge is not None:
+            self.spawner.taken()
 
     def _boot(self) -> dict[str, Any]:
         """What a newcomer must know."""
@@ -301,17 +323,17 @@ class Membership:
 
     # -- state -----------------------------------------------------------------------------------
 
-    def _move_state(self, fills: list[Fill], repaired: Repaired) -> bool:
+    def _move_state(self, fills: list[Fill | Rebuild], repaired: Repaired) -> bool:
         """Copy what the fills ask for; whether everybody got what he needs."""
         me = self.world.process
-        mine = [f for f in fills if f.process == me and f.is_copy]
-        self.receiving = bool(mine)
+        self.receiving = any(f.process == me and needs_state(f) for f in fills)
         moved: dict[int, Moved] = {}
         ok = True
         try:
             for fill in fills:
-                if fill.is_copy and me in (fill.source_process, fill.process):
-                    moved[fill.slot] = self.copy_state(fill)
+                cost = self._take_or_give(fill, repaired)
+                if cost is not None:
+                    moved[fill.slot] = cost
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
@@ -331,6 +353,17 @@ class Membership:
                 self.session.filled(fill, moved.get(fill.slot))
         return True
 
+    def _take_or_give(self, fill: Fill | Rebuild, repaired: Repaired) -> Moved | None:
+        """This process's part in one action; None where it has none."""
+        me = self.world.process
+        if isinstance(fill, Rebuild):
+            from megatron_ft.checkfree import live
+
+            return live.take_part(self.session, fill, repaired)
+        if fill.is_copy and me in (fill.source_process, fill.process):
+            return self.copy_state(fill)
+        return None
+
     def copy_state(self, fill: Fill) -> Moved:
         """This process's side of one copy."""
         from megatron_ft.rejoin import transfer
@@ -347,10 +380,14 @@ class Membership:
     def wants_boundary(self) -> bool:
         """Whether the elected process knows a reason for a repair without a failure."""
         world = self.world
+        if self.spawner.bridge is not None:
+            return True
         if world.process != world.elected:
             return False
         self._hear()
-        if self.spawner.bridge is not None or self.session.control.orders.pending:
+        if self.respawn:
+            self.start_missing()  # also what could not be started before
+        if self.session.control.orders.pending:
             return True
         if self.world.known_dead():
             return True  # one of the pool: nobody who trains has noticed
@@ -362,7 +399,15 @@ class Membership:
             p: frozenset({world.topology.shard_of(world.assignment.slots_of(p)[0])})
             for p in world.assignment.active_processes
         }
-        plan = rules.refill(world.topology, now, self.ready, holds, self.barred)
+        if not holds:  # nobody trains: what the pool has kept is what there is
+            known = {p: r.facts for p, r in self.others.items()}
+            committed = max((f["committed"] for f in known.values()), default=0)
+            holds = {
+                p: frozenset({f["built"].shard})
+                for p, f in known.items()
+                if f["built"] is not None and f["committed"] == committed and not f["receiving"]
+            }
+        plan = rules.refill(world.topology, now, self.ready, holds, self.barred, self.checkfree)
         return bool(plan.actions)
 
     def _hear(self) -> None:
@@ -394,7 +439,9 @@ class Membership:
             if self.built is None and self.target is not None:
                 return
             if self.world.needs_repair() or self._nobody_trains():
-                self._take_part()
+                self._take_part({})
+            elif not self.world.assignment.live_slots and self._can_go_on():
+                self._take_part({"boundary": True})
             elif self.built is not None and announced != self.world.epoch:
                 announced = self.world.epoch
                 self._announce()
@@ -402,10 +449,18 @@ class Membership:
 
     def _nobody_trains(self) -> bool:
         """Whether all active processes died at once, so that none of them can begin a repair."""
-        return self.world.known_dead().issuperset(self.world.assignment.active_processes)
+        active = self.world.assignment.active_processes
+        return bool(active) and self.world.known_dead().issuperset(active)
 
-    def _take_part(self) -> None:
-        repaired = self.repair({})
+    def _can_go_on(self) -> bool:
+        """While nobody trains: whether this process has a reason to call all to a repair."""
+        elected = self.world.process == self.world.elected
+        given_up = elected and self.respawn and self.spawner.exhausted and not self._gave_up
+        self._gave_up = self._gave_up or given_up
+        return given_up or self.wants_boundary()
+
+    def _take_part(self, facts: Mapping[str, Any]) -> None:
+        repaired = self.repair(facts)
         if repaired.plan is None:
             raise Released
         if repaired.plan.stop is not None:
@@ -454,7 +509,7 @@ class Membership:
         while not self._stop.wait(POOL_INTERVAL_S):
             if self.world.needs_repair():
                 try:
-                    self._take_part()
+                    self._take_part({})
                 except Released:
                     self.session.leave_while_building(0)
                 except self.session.no_way_on:

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron_ft.recovery_plan import Action, Fill, GoDark, RecoveryPlan, Stop
+from megatron_ft.checkfree.options import CheckfreeOptions
+from megatron_ft.checkfree.weights import plan_sources
+from megatron_ft.recovery_plan import Action, Fill, GoDark, Rebuild, RecoveryPlan, Stop
 from megatron_ft.topology import Assignment, Shard, Topology
+
+OFF = CheckfreeOptions()
 
 
 @dataclass(frozen=True)
@@ -92,18 +96,20 @@ def refill(
     built: Mapping[int, Built],
     holds: Mapping[int, frozenset[Shard]],
     barred: Collection[int] = (),
+    checkfree: CheckfreeOptions = OFF,
 ) -> RecoveryPlan:
-    """Fill as many dark replicas as the pool can make whole; rule 1.
+    """Fill as many dark replicas as the pool can make whole; rules 1 and 2.
 
     Args:
         plan: What ``settle`` made; its assignment's pool is drawn from.
         built: What each ready pool process has built.
         holds: Process -> shards of which it holds the committed state.
         barred: Slots that stay vacant because their replacements keep dying.
+        checkfree: How a shard that nobody holds is rebuilt from its neighbours, if at all.
 
     Returns:
-        ``plan`` with fills added, each with a source that holds the state. Where a shard is held by
-        nobody its replicas stay dark.
+        ``plan`` with fills added, each with a source that holds the state, and a ``Rebuild`` for
+        each shard that nobody holds. Where one cannot be rebuilt its replicas stay dark.
     """
     after = plan.assignment
     process_of = list(after.process_of)
@@ -112,7 +118,8 @@ def refill(
     for replica in after.dark_replicas(topology):
         slots = topology.replica(replica)
         seats = _seats(topology, slots, free, barred)
-        if seats is None or not all(_held(topology.shard_of(s), holds) for s in slots):
+        shards = {topology.shard_of(slot) for slot in slots}
+        if seats is None or not shards <= obtainable(topology, holds, checkfree):
             continue
         for slot, process in seats.items():
             process_of[slot] = process
@@ -122,27 +129,9 @@ def refill(
         return plan
     pool = tuple(p for p in after.pool if p not in set(process_of))
     assignment = Assignment(after.epoch, tuple(process_of), pool, after.adopted)
-    fills = [_fill(topology, slot, plan.before, assignment, holds) for slot in filled]
-    actions = (*(a for a in plan.actions if not isinstance(a, Stop)), *fills)
+    moves = _moves(topology, filled, assignment, holds, checkfree)
+    actions = (*(a for a in plan.actions if not isinstance(a, Stop)), *moves)
     return RecoveryPlan(topology, plan.before, plan.failed, assignment, actions)
-
-
-def stop_if_nothing_is_whole(
-    topology: Topology, plan: RecoveryPlan, respawns: bool
-) -> RecoveryPlan:
-    """Rule 5: the plan itself, or a stop when not one replica is left."""
-    if plan.assignment.whole_replicas(topology):
-        return plan
-    missing = topology.replica_size - len(plan.assignment.pool)
-    reason = (
-        f"every replica has lost a process: {len(plan.assignment.pool)} are left, and a replica "
-        f"needs {topology.replica_size}, one that has built each of its stages"
-    )
-    advice = "Start again from the last checkpoint (megatron-ft-run --max-restarts does so)"
-    if not respawns:
-        advice += "; --ft-spares or --ft-respawn keep replacements ready"
-    stop = Stop(4, reason, advice, missing_processes=max(0, missing))
-    return RecoveryPlan(topology, plan.before, plan.failed, plan.assignment, (*plan.actions, stop))
 
 
 def targets(
@@ -222,16 +211,63 @@ def _seats(
     return seats
 
 
-def _held(shard: Shard, holds: Mapping[int, frozenset[Shard]]) -> bool:
-    return any(shard in shards for shards in holds.values())
+def obtainable(
+    topology: Topology, holds: Mapping[int, frozenset[Shard]], checkfree: CheckfreeOptions
+) -> frozenset[Shard]:
+    """The shards whose state somebody holds, or that can be rebuilt from others'."""
+    held = frozenset(shard for shards in holds.values() for shard in shards)
+    return held | {
+        shard
+        for shard in set(topology.shards) - held
+        if sources_of(topology, shard, held, checkfree) is not None
+    }
+
+
+def sources_of(
+    topology: Topology, shard: Shard, held: Collection[Shard], checkfree: CheckfreeOptions
+) -> tuple[int, ...] | None:
+    """The stages that a shard nobody holds is rebuilt from; None where it cannot be."""
+    if not checkfree.enabled:
+        return None
+    stages = [pp for pp in range(topology.pipeline) if Shard(shard.tp, pp) in held]
+    found = plan_sources(shard.pp, stages, topology.pipeline, options=checkfree, norms=None)
+    return None if found is None else tuple(source.stage for source in found)
+
+
+def _moves(
+    topology: Topology,
+    slots: Collection[int],
+    after: Assignment,
+    holds: Mapping[int, frozenset[Shard]],
+    checkfree: CheckfreeOptions,
+) -> list[Action]:
+    """How each newly served slot gets its state: what exists first, then what is rebuilt once."""
+    fills: list[Action] = []
+    rebuilds: list[Action] = []
+    late: list[Action] = []
+    rebuilt: dict[Shard, int] = {}
+    held = {shard for shards in holds.values() for shard in shards}
+    for slot in sorted(slots):
+        shard, process = topology.shard_of(slot), after.process_of[slot]
+        assert process is not None
+        if shard in held:
+            fills.append(_fill(topology, slot, after, holds))
+        elif shard not in rebuilt:
+            rebuilt[shard] = slot
+            stages = sources_of(topology, shard, held, checkfree)
+            assert stages is not None, "only what is obtainable is filled"
+            at = topology.coordinate(slot)
+            near = [topology.slot(tp=at.tp, cp=at.cp, pp=pp, dp=at.dp) for pp in stages]
+            rebuilds.append(Rebuild(slot, process, tuple(near)))
+        else:
+            source = after.process_of[rebuilt[shard]]
+            assert source is not None
+            late.append(Fill(slot, process, source, rebuilt[shard]))
+    return [*fills, *rebuilds, *late]
 
 
 def _fill(
-    topology: Topology,
-    slot: int,
-    before: Assignment,
-    after: Assignment,
-    holds: Mapping[int, frozenset[Shard]],
+    topology: Topology, slot: int, after: Assignment, holds: Mapping[int, frozenset[Shard]]
 ) -> Fill:
     process = after.process_of[slot]
     assert process is not None
@@ -248,4 +284,4 @@ def _fill(
 
 def filled(plan: RecoveryPlan | None) -> bool:
     """Whether a plan gives a slot to a process."""
-    return plan is not None and any(isinstance(action, Fill) for action in plan.actions)
+    return plan is not None and any(isinstance(action, Fill | Rebuild) for action in plan.actions)

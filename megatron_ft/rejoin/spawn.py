@@ -37,6 +37,7 @@ class Spawner:
         self.bridge: MPI.Intracomm | None = None
         """To a process that waits to be taken in; None while none does."""
         self._wanted = 0
+        self._said = False
         self._backoff = 0.0
         self._thread: threading.Thread | None = None
         quiet(MPI.COMM_SELF)
@@ -46,11 +47,17 @@ class Spawner:
         """Processes that are being started or wait to be taken in."""
         return self._wanted + (self.bridge is not None)
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether it may start no more, and none is on its way."""
+        return self.started >= self.limit and not self.pending
+
     def want(self, count: int) -> None:
         """See to it that ``count`` processes are on their way."""
         room = self.limit - self.started
         missing = min(count - self.pending, room)
-        if count > self.pending and room <= 0:
+        if count > self.pending and room <= 0 and not self._said:
+            self._said = True
             logger.warning("--ft-respawn-limit of %d is reached: no more processes", self.limit)
         if missing > 0:
             self._wanted += missing

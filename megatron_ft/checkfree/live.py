@@ -1,0 +1,79 @@
+"""A rebuild in a running job: who sends, with what weights, as all processes know them alike."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron_ft.checkfree import lr_scale
+from megatron_ft.checkfree.norms import shard_grad_square
+from megatron_ft.checkfree.rebuild import From, rebuild, send_stage
+from megatron_ft.checkfree.weights import plan_sources
+
+if TYPE_CHECKING:
+    from megatron_ft.recovery_plan import Rebuild
+    from megatron_ft.rejoin.transfer import Moved
+    from megatron_ft.session import Session
+    from megatron_ft.world.world import Repaired
+
+
+def install(session: Session) -> None:
+    """Prepare a process that has built its stage: what a rebuild needs to know of each step."""
+    lr_scale.install(session, session.early.checkfree)
+    session.transaction.measure = lambda: shard_grad_square(session.optimizer, session.model)
+
+
+def take_part(session: Session, action: Rebuild, repaired: Repaired) -> Moved | None:
+    """This process's part in one rebuild; None where it has none.
+
+    Args:
+        action: Which slot is rebuilt by whom, from which slots.
+        repaired: The repair that decided it; its reports carry each process's gradient norm.
+    """
+    world = session.world
+    assert world is not None
+    topology = world.topology
+    lost = topology.stage_of(action.slot)
+    # Every process keeps this, for it is saved with the checkpoint by whoever writes.
+    lr_scale.note_rebuilt(session, lost, session.committed)
+    processes = [world.assignment.process_of[slot] for slot in action.from_slots]
+    comm = world.comm
+    if action.process == world.process:
+        found = plan_sources(
+            lost,
+            [topology.stage_of(slot) for slot in action.from_slots],
+            topology.pipeline,
+            options=session.early.checkfree,
+            norms={topology.stage_of(s): norm_of(session, s, repaired) for s in action.from_slots},
+        )
+        assert found is not None and len(found) == len(processes), (found, action)
+        sources = []
+        for source, process in zip(found, processes, strict=True):
+            assert process is not None
+            sources.append(From(world.rank_of(process), source.stage, source.weight))
+        with world.watch.waiting():
+            return rebuild(session, comm, sources, session.early.checkfree)
+    if world.process in processes:
+        with world.watch.waiting():
+            return send_stage(session, comm, world.rank_of(action.process))
+    return None
+
+
+def norm_of(session: Session, slot: int, repaired: Repaired) -> float | None:
+    """The gradient norm of a slot's stage in the last committed step; None before the first.
+
+    Summed over the tensor-parallel peers that serve the stage in the slot's replica.
+    """
+    world = session.world
+    assert world is not None
+    topology, at = world.topology, world.topology.coordinate(slot)
+    total = 0.0
+    for tp in range(topology.tensor):
+        peer = topology.slot(tp=tp, cp=at.cp, pp=at.pp, dp=at.dp)
+        process = world.assignment.process_of[peer]
+        report = repaired.reports.get(process) if process is not None else None
+        square = report.facts["grad_square"] if report is not None else None
+        if square is None:
+            return None
+        total += square
+    return math.sqrt(total)
