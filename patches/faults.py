@@ -81,6 +81,17 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward_step
 
 
+def _built(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.joining:
+            _reach("join", True)
+        return result
+
+    return built
+
+
 def _vote(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def vote(self: Any, ok: bool, training: bool) -> Any:
@@ -141,5 +152,9 @@ PATCHES: tuple[Patch, ...] = (
     _patch(
         "repair", "megatron_ft.world.world:World.plan_and_derive", _before("repair", True), OURS
     ),
+    _patch("join.built", "megatron_ft.session:Session.built", _built, OURS),
+    _patch("join.send", "megatron_ft.rejoin.transfer:send", _before("join", True), OURS),
+    _patch("join.receive", "megatron_ft.rejoin.transfer:receive", _before("join", True), OURS),
+    _patch("join.received", "megatron_ft.rejoin.transfer:_load", _before("join", True), OURS),
     _patch("pool", "megatron_ft.world.world:World.needs_repair", _before("pool"), OURS),
 )

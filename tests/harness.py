@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 420
+TIMEOUT_S = float(os.environ.get("FT_TEST_TIMEOUT_S", "420"))
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "48", "--ffn-hidden-size", "128"),

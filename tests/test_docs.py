@@ -192,9 +192,7 @@ def test_commands_are_found() -> None:
     assert tiny.environment == ("DP=4", "PP=2", "ITERS=20")
     piped = [c.words for c in ALL if c.words[:2] == ("python", "tools/show_run.py")]
     assert piped == [("python", "tools/show_run.py", "run.log", "--every", "10")]
-    (feeding,) = [c for c in ALL if c.page == "operating.md" and "pretrain_llama_ft.py" in c.words][
-        1:
-    ]
+    feeding = [c for c in ALL if c.page == "operating.md" and "pretrain_llama_ft.py" in c.words][1]
     assert feeding.words[-1] == "--ft-recover", "the redirection is no argument"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from pathlib import Path
+
 import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch
 
@@ -53,3 +57,86 @@ def test_without_a_replacement_the_replica_stays_dark(reference: Run) -> None:
     with pytest.raises(AssertionError, match="all slots are filled"):
         assert_all_back(run, reference, {1, 3})
     assert_same_training(run, reference)
+
+
+BIG = {"tp": 1, "pp": 2, "dp": 3, "iters": 80}
+KILLS = ("kill@5:slot=0", "kill@16:slot=4:point=reduce", "kill@27:slot=2:point=backward")
+
+
+def digests(directory: Path, iters: int) -> dict[int, str]:
+    """Slot -> digest of the weights and optimizer state that it holds at the end."""
+    found = {}
+    for path in directory.glob("weights-*.json"):
+        held = json.loads(path.read_text())
+        assert held["committed"] == iters, (path, held)
+        found[int(path.stem.partition("-")[2])] = held["digest"]
+    return found
+
+
+def assert_equal_replicas(held: dict[int, str]) -> None:
+    """Replicas of a stage hold the same bytes; slots are numbered by stage, then replica."""
+    assert sorted(held) == list(range(6))
+    assert len({held[slot] for slot in (0, 1, 2)}) == 1
+    assert len({held[slot] for slot in (3, 4, 5)}) == 1
+    assert held[0] != held[3]
+
+
+@pytest.fixture(scope="module")
+def big_reference() -> Run:
+    return launch("--ft-recover", **BIG)
+
+
+def test_one_death_after_another_with_respawn(big_reference: Run, tmp_path: Path) -> None:
+    run = launch(
+        *("--ft-recover", "--ft-respawn", "--ft-fault", "slow@4:slot=1:s=0.12:for=76"),
+        *(part for kill in KILLS for part in ("--ft-fault", kill)),
+        script="tests/recover_entry.py",
+        env={"RECOVER_TEST": "weights", "RECOVER_CENSUS": str(tmp_path)},
+        **BIG,
+    )
+    assert_faults_fired(run, 1 + len(KILLS))
+    assert run.returncode == 0, run.output[-4000:]
+    assert run.summary["status"] == "ok", "all slots are filled at the end"
+    assert_same_training(run, big_reference)
+    assert_equal_replicas(digests(tmp_path, 80))
+    # Nobody waited for a newcomer: it is started, imports and builds while the others train.
+    seconds = [step["seconds"] for i, step in run.steps.items() if i > 4]
+    deaths = {event["iteration"] for event in run.of_kind("fault_detected")}
+    undisturbed = [step["seconds"] for i, step in run.steps.items() if i > 4 and i not in deaths]
+    print("longest step over median:", max(undisturbed) / statistics.median(seconds))
+    merges = [e["repair_s"] for e in run.of_kind("repaired") if e["iteration"] not in deaths]
+    print("merges:", merges)
+
+
+def test_leftovers_of_two_replicas_make_a_whole_one(big_reference: Run) -> None:
+    """Two replicas each lose a different stage; one comes back with no new process."""
+    run = launch(
+        *("--ft-recover", "--ft-fault", "kill@5:slot=0", "--ft-fault", "kill@7:slot=4"),
+        **BIG,
+    )
+    assert_faults_fired(run, 2)
+    assert run.returncode == 0, run.output[-4000:]
+    assert run.summary["live_replicas"] == 2 and run.summary["status"] == "degraded"
+    filled = run.of_kind("slot_filled")
+    assert len(filled) == 2 and {event["by_process"] for event in filled} <= set(range(6))
+    assert_same_training(run, big_reference)
+
+
+def test_deaths_while_joining(big_reference: Run, tmp_path: Path) -> None:
+    """The joiner dies when it has built, another one and a sender in the middle of a merge."""
+    run = launch(
+        *("--ft-recover", "--ft-respawn", "--ft-fault", "slow@4:slot=1:s=0.12:for=76"),
+        *("--ft-fault", "kill@5:slot=0", "--ft-fault", "kill@5:process=6:point=join:n=0"),
+        *("--ft-fault", "kill@6:process=7:point=join:n=2"),
+        # Slot 3 holds the last stage of replica 0: it sends to whoever takes a slot of that stage.
+        *("--ft-fault", "kill@20:slot=4", "--ft-fault", "kill@21:process=8:point=join:n=1"),
+        script="tests/recover_entry.py",
+        env={"RECOVER_TEST": "weights", "RECOVER_CENSUS": str(tmp_path)},
+        **BIG,
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    assert {"kill@5:process=6:point=join:n=0", "kill@6:process=7:point=join:n=2"} <= {
+        event["fault"] for event in run.of_kind("fault_injected")
+    }
+    assert_same_training(run, big_reference)
+    assert_equal_replicas(digests(tmp_path, 80))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron_ft.faults.deeds import DEEDS
 from megatron_ft.faults.plan import FaultPlan
-from megatron_ft.faults.spec import FaultSpec, FaultSpecError
+from megatron_ft.faults.spec import LATER, FaultSpec, FaultSpecError
 
 
 class FaultLog(Protocol):
@@ -106,7 +106,7 @@ class Injector:
             spec
             for spec in self._plan.specs
             if spec.iteration <= iteration < spec.iteration + _duration(spec)
-            or (spec.point == "pool" and spec.iteration <= iteration)
+            or (spec.point in LATER and spec.iteration <= iteration)
         ]
         first = max(1, iteration - self._longest + 1)
         drawn = [s for i in range(first, iteration + 1) for s in self._schedule.specs_at(i)]

@@ -26,6 +26,9 @@ class Point:
     """What the field `n` counts there, from 0; None where a process comes by once."""
 
 
+LATER = ("pool", "join")
+"""Points that a process may come by in a later iteration only; a fault waits for it there."""
+
 POINTS: dict[str, Point] = {
     "forward": Point("before the forward of a microbatch", "microbatches of the process"),
     "backward": Point("before the backward of a microbatch", "microbatches of the process"),
@@ -37,7 +40,11 @@ POINTS: dict[str, Point] = {
     "eval": Point("in an evaluation", "batches of the evaluation"),
     "save": Point("while a checkpoint is written", "stages of the saving that the process does"),
     "repair": Point("during the repair of another fault", "steps of the repair protocol"),
-    "join": Point("while a process builds what it needs to join"),
+    "join": Point(
+        "while a process joins, at the first step of it in or after the iteration: its model is "
+        "built; state is about to be sent; about to be received; received",
+        "such steps of the process",
+    ),
     "pool": Point("idle in the pool, at the first look around in or after the iteration"),
 }
 
