@@ -115,6 +115,9 @@ def run(launch: Launch, environment: Mapping[str, str]) -> Ended:
             launch.command,
             {**launch.environment, **environment, STATUS_FILE: str(status_file)},
             grace=launch.grace,
+            ends_with_ranks=lambda: (
+                not launch.several_hosts or read_exit_code(status_file) is not None
+            ),
         )
         code = exit_code(
             read_exit_code(status_file),

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from megatron_ft.launcher import exit_code
+from megatron_ft.world import supervise as supervision
 from megatron_ft.world.environment import rank_environment
 
 LAUNCHER = [sys.executable, "-m", "megatron_ft.launcher"]
@@ -339,3 +340,17 @@ def test_output_goes_on_when_the_reader_has_gone(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(timeout=TIMEOUT) == 0
+
+
+def test_an_mpirun_that_does_not_notice_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A program that stays when its one rank has ended stands for mpirun here."""
+    monkeypatch.setattr(supervision, "LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr(supervision, "FORGOTTEN_SECONDS", 1.0)
+    stays = ["/bin/sh", "-c", "OMPI_COMM_WORLD_RANK=0 sleep 2.5 & exec sleep 60"]
+    started = time.monotonic()
+    end = supervision.supervise(stays, os.environ, grace=1.0, ends_with_ranks=lambda: True)
+    assert end.returncode == -signal.SIGKILL
+    assert 2.5 < time.monotonic() - started < 40
+    assert "has not noticed" in capfd.readouterr().err

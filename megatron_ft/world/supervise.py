@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +29,9 @@ MPIRUN_KILL_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
 """How long a process that outlives the ranks (an upload, say) gets to end by itself."""
 
+FORGOTTEN_SECONDS = 15.0
+"""How long mpirun gets to end by itself when all ranks have."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """mpirun passes these to the ranks of every host; batch systems warn of the end by one of them."""
@@ -46,8 +49,18 @@ class End:
     """What mpirun said of dead processes."""
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> End:
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    grace: float,
+    ends_with_ranks: Callable[[], bool] = lambda: False,
+) -> End:
     """Start mpirun and wait for it, from the main thread.
+
+    Args:
+        ends_with_ranks: Whether nothing is left to wait for once this host's ranks have ended.
+            mpirun can lose count of ranks that other ranks have started, and then stays for ever.
 
     SIGINT, SIGTERM and SIGHUP go to this host's ranks at once; after ``grace`` seconds, or at the
     second such signal, the whole job is killed. Whatever the job left on this host is killed at
@@ -82,7 +95,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, grace: 
         streams.register(mpirun.stdout, selectors.EVENT_READ, Relay(sys.stdout.buffer))
         streams.register(mpirun.stderr, selectors.EVENT_READ, errors)
         stop = _Stop(mpirun, grace)
-        leftovers = _Leftovers(mpirun.pid, not_ours)
+        leftovers = _Leftovers(mpirun, not_ours, ends_with_ranks)
         while mpirun.poll() is None:
             _relay(streams)
             stop.act(pending)
@@ -165,10 +178,17 @@ class _Stop:
 
 
 class _Leftovers:
-    """Processes of this host that ranks have started and left running."""
+    """What outlives the ranks of this host: processes that they started, and mpirun itself."""
 
-    def __init__(self, mpirun_pid: int, not_ours: set[int]) -> None:
-        self._mpirun_pid = mpirun_pid
+    def __init__(
+        self,
+        mpirun: subprocess.Popen[bytes],
+        not_ours: set[int],
+        ends_with_ranks: Callable[[], bool],
+    ) -> None:
+        self._mpirun = mpirun
+        self._mpirun_pid = mpirun.pid
+        self._ends_with_ranks = ends_with_ranks
         self._not_ours = not_ours
         self._next_look = 0.0
         self._had_ranks = False
@@ -186,6 +206,9 @@ class _Leftovers:
             self._ranks_ended = now
         elif self._ranks_ended is not None and now > self._ranks_ended + LEFTOVER_SECONDS:
             self.end(patience=0)
+            if now > self._ranks_ended + FORGOTTEN_SECONDS and self._ends_with_ranks():
+                _say("mpirun has not noticed that all ranks have ended: ending it")
+                self._mpirun.kill()
 
     def end(self, patience: float) -> None:
         """Kill what is running still after ``patience`` seconds; mpirun and its children stay."""
