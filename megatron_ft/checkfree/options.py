@@ -60,14 +60,18 @@ class CheckfreeOptions:
             raise ValueError("CheckFree+ is CheckFree too: enabled must be on where plus is")
 
 
-def share(text: str) -> Fraction:
-    """A share of microbatches as people write it: ``1/8``, ``0.125``."""
+def share(text: str) -> str:
+    """A share of microbatches as people write it: ``1/8``, ``0.125``.
+
+    It stays text in Megatron's args, which checkpoints keep and load without foreign types.
+    """
     try:
-        return Fraction(text)
+        Fraction(text)
     except (ValueError, ZeroDivisionError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no share: write a fraction like 1/8 or a decimal like 0.125"
         ) from error
+    return text
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -117,7 +121,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--ft-checkfree-swap-share",
         type=share,
-        default=DEFAULT_SWAP_SHARE,
+        default=str(DEFAULT_SWAP_SHARE),
         metavar="SHARE",
         help="CheckFree+: share of the microbatches on the swapped route, like 1/8 or 0.125 "
         "(default: %(default)s)",
@@ -138,7 +142,7 @@ def from_namespace(options: Any) -> CheckfreeOptions:
         optimizer=options.ft_checkfree_optimizer,
         lr_scale=options.ft_checkfree_lr_scale,
         lr_decay_iters=options.ft_checkfree_lr_decay_iters,
-        swap_share=options.ft_checkfree_swap_share,
+        swap_share=Fraction(options.ft_checkfree_swap_share),
     )
 
 
