@@ -27,8 +27,8 @@ lint: env ## ruff, and mypy --strict on the modules without torch and MPI
 	@$(PYTHON_ENV) -m ruff format --check .
 	@$(PYTHON_ENV) -m mypy
 
-campaign: env ## kill ranks at every point of a step and compare with an uninterrupted run
-	@bash examples/campaign.sh
+campaign: env ## faults drawn at random, twenty jobs, each compared with an uninterrupted one
+	@$(PYTHON_ENV) -m pytest -m slow tests/test_recover_campaign.py $(PYTEST_ARGS)
 
 clean: ## remove .venv and caches
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

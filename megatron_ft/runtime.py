@@ -137,7 +137,11 @@ def _connect(job: Job) -> None:
     bridge = spawn.parent()
     if bridge is not None:
         _import_everything()
-        job.boot = spawn.wait_for_boot(bridge, BOOT_PATIENCE_S)
+        try:
+            job.boot = spawn.wait_for_boot(bridge, BOOT_PATIENCE_S)
+        except spawn.NotWanted as why:
+            print(f"megatron_ft: a process that was started leaves: {why}", flush=True)
+            os._exit(0)
         joined = join(bridge)
         bridge.Free()
         boot = job.boot

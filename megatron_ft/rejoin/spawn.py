@@ -20,8 +20,13 @@ from megatron_ft.world.world import quiet
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
-HELLO_TAG, BOOT_TAG = 7201, 7202
+HELLO_TAG, BOOT_TAG, HERE_TAG = 7201, 7202, 7203
+LOOK_S = 0.02
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
+
+
+class NotWanted(Exception):
+    """In a spawned process: nobody takes it in, so that it may go."""
 
 
 class Spawner:
@@ -107,6 +112,10 @@ class Spawner:
             quiet(inter)
             bridge = quiet(inter.Merge(False))
             inter.Free()
+            # It imports for seconds; until it has said that it is there, nobody asks it anything.
+            while not bridge.Iprobe(source=1, tag=HERE_TAG):
+                time.sleep(LOOK_S)
+            bridge.recv(source=1, tag=HERE_TAG)
         except MPI.Exception as error:
             logger.warning("a process could not be started: %s", error)
             self._forget(failed=True)
@@ -127,13 +136,23 @@ def parent() -> MPI.Intracomm | None:
     return bridge
 
 
+def _say_here(bridge: MPI.Intracomm) -> None:
+    try:
+        bridge.send(None, dest=0, tag=HERE_TAG)
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        raise NotWanted("the process that started this one has died") from error
+
+
 def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
     """Wait at the bridge, answering hellos; returns what the parent says of the world.
 
     Raises:
-        TimeoutError: The parent is gone or has no use for this process.
+        NotWanted: The parent is gone or has no use for this process.
     """
     deadline = time.monotonic() + patience_s
+    _say_here(bridge)
     while time.monotonic() < deadline:
         try:
             if bridge.Iprobe(source=0, tag=HELLO_TAG):
@@ -144,6 +163,6 @@ def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
-            raise TimeoutError("the process that started this one has died") from error
+            raise NotWanted("the process that started this one has died") from error
         time.sleep(0.005)
-    raise TimeoutError(f"not taken into the job within {patience_s:g} s")
+    raise NotWanted(f"not taken into the job within {patience_s:g} s")
