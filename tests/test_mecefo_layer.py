@@ -327,6 +327,32 @@ def test_evaluation_is_stock() -> None:
     assert torch.equal(before, after)
 
 
+def test_singular_vectors_follow_the_weights() -> None:
+    """Each layer in its turn, from the step of its snapshot to the next step."""
+    from megatron_ft.mecefo.basis import right_singular_vectors
+
+    model = Model()
+    handle = degraded(model.block, MecefoOptions(rank=RANK, svd_interval=4), step=10)
+    fc1 = [layer.mlp.linear_fc1.weight for layer in model.block.layers]
+    want = [right_singular_vectors(weight, RANK) for weight in fc1]
+    snapshots: dict[tuple[int, int], torch.Tensor] = {}
+    for step in range(10, 20):
+        for index, weight in enumerate(fc1):
+            snapshots[step, index] = weight.detach().clone()
+        handle.begin_step(step)
+        for index, weight in enumerate(fc1):
+            # layer 0 takes its snapshots in steps 14 and 18, layer 1 in 12 and 16
+            since = step - 1 - 10 - 2 * index
+            if step - 1 > 10 and since >= 0 and since % 4 == 0:
+                want[index] = right_singular_vectors(snapshots[step - 1, index], RANK)
+            assert torch.equal(weight.ft_low_rank.basis, want[index]), (step, index)
+        with torch.no_grad():
+            for weight in fc1:
+                weight.add_(torch.randn_like(weight))
+    handle.close()
+    assert not hasattr(fc1[0], "ft_low_rank")
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
