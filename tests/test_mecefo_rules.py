@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from fractions import Fraction
 
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.mecefo.budget import (
+    Afforded,
+    LayerActivations,
     LayerCost,
     LayerShape,
+    afford,
     layer_activations,
     layer_cost,
-    num_exact_layers,
-    num_kept_ffns,
     topmost,
 )
 from megatron_ft.mecefo.gradient_rule import (
@@ -108,83 +110,88 @@ def test_parameters_of_the_attention_branch() -> None:
     assert not is_attention_parameter("mlp.linear_fc1.weight")
 
 
-# -- time ------------------------------------------------------------------------------------------
+# -- time and memory -------------------------------------------------------------------------------
 
 
 def test_costs_are_counted_in_normal_layers() -> None:
-    none = layer_cost(SHAPE, OFF)
-    assert (none.degraded, none.exact_attention) == (1.0, 1.0)
-    paper = layer_cost(SHAPE, MecefoOptions(rank=32))
-    kept = layer_cost(SHAPE, MecefoOptions(rank=32, recompute_ffn=False))
-    assert kept.degraded < paper.degraded < paper.exact_attention < 1
-    # forward of attention, forward, forward again of the first product, Dgrad, in units of hidden^2
+    exact = layer_cost(SHAPE, OFF)
+    assert exact.kept + exact.attention == pytest.approx(1.0)
+    low = layer_cost(SHAPE, MecefoOptions(rank=32))
+    # forward of attention, forward and Dgrad of the FFN, in units of hidden^2
     attention, first, second = 4 + 2 * 256 / 512, 2 * 1376 / 512, 1376 / 512
-    least = (attention + 3 * first + 2 * second) / (3 * (attention + first + second))
-    assert least < paper.degraded < 1.05 * least
+    normal = 3 * (attention + first + second)
+    least = (attention + 2 * first + 2 * second) / normal
+    assert least < low.kept < 1.05 * least
+    assert low.again == pytest.approx(first / normal)
+    assert low.attention == exact.attention == pytest.approx(2 * attention / normal)
+
+
+def test_activations_are_ordered() -> None:
+    for flash in (False, True):
+        for fused in (False, True):
+            kept = layer_activations(SHAPE, MecefoOptions(), flash=flash, fused_activation=fused)
+            assert kept.input_only < kept.ffn_kept < kept.normal
+            assert kept.attention < kept.normal
+
+
+def taken(kept: LayerActivations, num_layers: int, can: Afforded, in_flight: int) -> float:
+    """Elements per token that the layers of both stages keep at the most."""
+    stored = can.num_kept * kept.ffn_kept + (num_layers - can.num_kept) * kept.input_only
+    stored += can.num_exact * kept.attention
+    return stored * in_flight + (kept.again if can.num_kept < num_layers else 0)
+
+
+def time_of(cost: LayerCost, num_layers: int, can: Afforded) -> float:
+    """In normal stages."""
+    again = (num_layers - can.num_kept) * cost.again
+    return 2 * (cost.kept + (can.num_exact * cost.attention + again) / num_layers)
 
 
 @given(
-    st.floats(0.01, 2),
-    st.integers(1, 40).map(lambda half: 2 * half),
-    st.floats(0.3, 0.9),
-    st.floats(0.01, 0.3),
+    st.none() | st.floats(0.01, 2),
+    st.floats(0, 2),
+    st.integers(1, 20).map(lambda half: 2 * half),
+    st.integers(1, 16),
+    st.booleans(),
 )
-def test_a_budget_is_used_and_kept(
-    budget: float, num_layers: int, degraded: float, gain: float
+def test_both_budgets_are_kept_and_used(
+    budget: float | None, memory: float, num_layers: int, in_flight: int, flash: bool
 ) -> None:
-    cost = LayerCost(degraded=degraded, exact_attention=degraded + gain)
-    count = num_exact_layers(budget, num_layers, cost)
+    options = MecefoOptions(budget=budget, memory=memory)
+    cost = layer_cost(SHAPE, options)
+    kept = layer_activations(SHAPE, options, flash=flash)
+    allowed = memory * kept.normal * num_layers / 2 * in_flight
+    can = afford(options, num_layers, cost, kept, num_in_flight=in_flight)
 
-    def time(exact: int) -> float:
-        whole = exact * cost.exact_attention + (num_layers - exact) * cost.degraded
-        return whole / (num_layers / 2)
+    def fits(other: Afforded) -> bool:
+        in_time = budget is None or time_of(cost, num_layers, other) <= budget + 1e-9
+        return in_time and taken(kept, num_layers, other, in_flight) <= allowed * (1 + 1e-9)
 
-    assert 0 <= count <= num_layers
-    if count:
-        assert time(count) <= budget + 1e-6
-    if count < num_layers:
-        assert time(count + 1) > budget - 1e-6
+    if can != Afforded(num_exact=0, num_kept=0) and can.num_exact:
+        assert fits(can)
+    assert budget is not None or can.num_exact == 0
+    if can.num_kept:
+        assert taken(kept, num_layers, can, in_flight) <= allowed * (1 + 1e-9)
+    # nothing better would have fitted: neither more exact layers nor more kept ones
+    for num_exact in range(can.num_exact + 1, num_layers + 1) if budget is not None else ():
+        for num_kept in range(num_layers + 1):
+            assert not fits(Afforded(num_exact=num_exact, num_kept=num_kept))
+    if can.num_kept < num_layers:
+        more = dataclasses.replace(can, num_kept=can.num_kept + 1)
+        assert taken(kept, num_layers, more, in_flight) > allowed * (1 - 1e-9)
 
 
-def test_no_budget_is_the_papers_behaviour() -> None:
-    assert num_exact_layers(None, 8, layer_cost(SHAPE, MecefoOptions())) == 0
-    assert num_exact_layers(2.0, 8, layer_cost(SHAPE, OFF)) == 8
+def test_techniques_that_are_off_are_not_dealt() -> None:
+    cost, kept = layer_cost(SHAPE, OFF), layer_activations(SHAPE, OFF)
+    assert afford(OFF, 8, cost, kept) == Afforded(num_exact=8, num_kept=8)
+    paper = MecefoOptions(memory=0)
+    assert afford(paper, 8, cost, kept) == Afforded(num_exact=0, num_kept=0)
 
 
 def test_topmost_layers_of_two_stages() -> None:
     assert topmost(3, [[4, 5], [6, 7]]) == (5, 6, 7)
     assert topmost(3, [[6, 7], [4, 5]]) == (5, 6, 7)
     assert topmost(0, [[0]]) == ()
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-@given(
-    st.floats(0, 2),
-    st.integers(1, 40).map(lambda half: 2 * half),
-    st.integers(1, 16),
-    st.booleans(),
-    st.booleans(),
-)
-def test_kept_ffns_fit(
-    memory: float, num_layers: int, in_flight: int, flash: bool, fused: bool
-) -> None:
-    kept = layer_activations(SHAPE, MecefoOptions(), flash=flash, fused_activation=fused)
-    assert kept.input_only < kept.ffn_kept < kept.normal
-    count = num_kept_ffns(memory, num_layers, kept, in_flight)
-
-    def taken(number: int) -> float:
-        stored = number * kept.ffn_kept + (num_layers - number) * kept.input_only
-        return stored * in_flight + kept.again
-
-    allowed = memory * kept.normal * num_layers / 2 * in_flight
-    assert 0 <= count <= num_layers
-    if count:
-        assert taken(count) <= allowed * (1 + 1e-6)
-    if count < num_layers:
-        assert taken(count + 1) > allowed * (1 - 1e-6)
-    assert num_kept_ffns(0, num_layers, kept) == 0
 
 
 # -- flags -----------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ft.mecefo.budget import (
     LayerShape,
+    afford,
     layer_activations,
     layer_cost,
-    num_exact_layers,
-    num_kept_ffns,
     topmost,
 )
 from megatron_ft.mecefo.options import MecefoOptions
@@ -103,13 +102,18 @@ class Stage:
         from megatron_ft.mecefo.degraded import Degraded
 
         layers = range(len(self.block.layers))
-        kept = layer_activations(self.shape(), options, dropout=self.args.dropout > 0)
-        num_exact = num_exact_layers(options.budget, len(layers), layer_cost(self.shape(), options))
+        shape = self.shape()
+        can = afford(
+            options,
+            len(layers),
+            layer_cost(shape, options),
+            layer_activations(shape, options, dropout=self.args.dropout > 0),
+        )
         self.degraded = Degraded(self.block.layers, options, ddp=[self.ddp])
         self.degraded.on(
             layers,
-            exact_attention=topmost(num_exact, [layers]),
-            keep_ffn=topmost(num_kept_ffns(options.memory, len(layers), kept), [layers]),
+            exact_attention=topmost(can.num_exact, [layers]),
+            keep_ffn=topmost(can.num_kept, [layers]),
         )
 
     def microbatch(self, number: int) -> None:
