@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calls, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
+from . import calls, checkfree, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
 from .registry import Patch, Reliance
 
 AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
@@ -13,8 +13,9 @@ AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,
     "mecefo": mecefo.PATCHES,
+    "checkfree": checkfree.PATCHES,
     "faults": faults.PATCHES,
-    "calls": (*calls.RELIANCES, *mecefo.RELIANCES),
+    "calls": (*calls.RELIANCES, *checkfree.RELIANCES, *mecefo.RELIANCES),
 }
 
 WHEN: dict[str, str] = {
@@ -25,6 +26,7 @@ WHEN: dict[str, str] = {
     "vacancy": "a strategy is on",
     "recover": "a strategy is on",
     "mecefo": "--ft-mecefo",
+    "checkfree": "--ft-checkfree or --ft-checkfree-plus",
     "faults": "faults are injected",
     "calls": "never: called as it is",
 }

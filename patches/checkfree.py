@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .registry import Patch
+from .registry import Patch, Reliance
 
 
 def _step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,4 +150,70 @@ PATCHES: tuple[Patch, ...] = (
         make=_load,
         requires=("ddp_model", "optimizer"),
     ),
+)
+
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+_BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
+_BUILDER = "megatron.training.models.gpt:GPTModelBuilder"
+
+
+def _reads(owner: str, names: str, reason: str) -> tuple[Reliance, ...]:
+    short = owner.partition(":")[2]
+    return tuple(
+        Reliance(name=f"checkfree.{short}.{name}", target=f"{owner}.{name}", reason=reason)
+        for name in names.split()
+    )
+
+
+RELIANCES: tuple[Reliance, ...] = (
+    Reliance(
+        name="checkfree.filter_grads",
+        target=f"{_OPTIMIZER}:MegatronOptimizer._filter_grads_for_norm",
+        reason="which gradients count in a stage's norm",
+        positional=("self", "params"),
+        requires=("param_filter",),
+    ),
+    Reliance(
+        name="checkfree.model_config",
+        target="megatron.training.argument_utils:gpt_config_from_args",
+        reason="the model with twins has a builder of its own",
+        requires=("model_config_cls",),
+    ),
+    Reliance(
+        name="checkfree.embedding",
+        target="megatron.core.models.common.embeddings.language_model_embedding:"
+        "LanguageModelEmbedding.__init__",
+        reason="the twin of the embedding",
+        requires=(
+            *("config", "vocab_size", "max_sequence_length", "position_embedding_type"),
+            *("scatter_to_sequence_parallel", "tp_group"),
+        ),
+    ),
+    Reliance(
+        name="checkfree.output_layer",
+        target="megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
+        reason="the twin of the output layer",
+        positional=("self", "input_size", "output_size"),
+        requires=("config", "init_method", "bias", "skip_bias_add", "gather_output", "tp_group"),
+    ),
+    Reliance(
+        name="checkfree.wrapper",
+        target="megatron.core.transformer.module:Float16Module.forward",
+        reason="activations between stages stay in half precision",
+        requires=("fp32_output",),
+    ),
+    Reliance(
+        name="checkfree.load_optimizer",
+        target=f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.fp32_from_float16_groups",
+        reason="fp32 copies of twins are not in a file of the torch format",
+    ),
+    *_reads(_GPT, "setup_embeddings_and_output_layer", "marks twins as it marks the originals"),
+    *_reads(
+        _GPT,
+        "pre_process post_process decoder embedding output_layer vocab_size max_sequence_length "
+        "position_embedding_type parallel_output",
+        "a microbatch begins or ends its route here, or does not",
+    ),
+    *_reads(_BLOCK, "pre_process post_process final_layernorm submodules layers", "likewise"),
+    *_reads(_BUILDER, "build_model build_distributed_models", "what twins are added to"),
 )

@@ -7,7 +7,9 @@ step: the layers' part has ``lr`` times the factor, the rest (embedding, head, t
 are recovered exactly and must stay equal on two stages) has ``lr``. The groups themselves stay as
 Megatron made them, so the factor cannot compound and checkpoints do not show it.
 
-What is kept is which stage was rebuilt when: in Megatron's args, which every checkpoint has.
+What is kept is which stage was rebuilt when: in Megatron's args, which every checkpoint has. There
+``RECORD`` is a dict: stage -> (the iteration whose committed state it was rebuilt from, optimizer
+steps before that which its Adam does not count; those are known on the stage itself only).
 """
 
 from __future__ import annotations
@@ -19,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_ft.checkfree import adam, parts
+from megatron_ft.checkfree.options import RECORD as RECORD
 from megatron_ft.checkfree.options import CheckfreeOptions
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session
 
-RECORD = "ft_checkfree_rebuilt"
-"""The attribute of Megatron's args: stage -> (the iteration whose committed state it was rebuilt
-from, optimizer steps before that which its Adam does not count)."""
 RATE = "ft_layer_rate"
 """The attribute of each of Megatron's optimizers that holds its ``LayerRate``."""
 

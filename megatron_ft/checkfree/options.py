@@ -12,6 +12,8 @@ from megatron_ft.validation import FtArgumentError
 Weight = Literal["grad-norm", "grad-norm-sq", "uniform"]
 OptimizerState = Literal["reset", "average"]
 
+RECORD = "ft_checkfree_rebuilt"
+"""The attribute of Megatron's args that says which stages were rebuilt; see ``lr_scale``."""
 DEFAULT_LR_SCALE = 1.1
 DEFAULT_SWAP_SHARE = Fraction(1, 2)
 
@@ -126,6 +128,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="CheckFree+: share of the microbatches on the swapped route, like 1/8 or 0.125 "
         "(default: %(default)s)",
     )
+    parser.set_defaults(**{RECORD: {}})
     return parser
 
 

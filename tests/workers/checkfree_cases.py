@@ -67,6 +67,7 @@ class Job:
         """A session with a fresh model, with twins unless ``kind`` is another configuration."""
         args = get_args()
         args.load = str(load) if load else None
+        setattr(args, lr_scale.RECORD, {})
         _set_random_seed(args.seed, args.data_parallel_random_init)
         kind = kind or twins.model_config_class(self.options)
         config = pretrain_cfg_container_from_args(
@@ -399,7 +400,6 @@ def _save_and_load(job: Job, kind: str) -> dict[str, Any]:
         for n, p in job.named().items()
         for k, v in before[n]["state"].items()
     )
-    setattr(args, lr_scale.RECORD, {})
     session = job.build(load=Path(args.save))
     session.committed = args.iteration
     after, loaded_hats = job.snapshot(), _hats(job)
@@ -425,7 +425,6 @@ def _save_and_load(job: Job, kind: str) -> dict[str, Any]:
     )
     found["stock_hats"] = max(_apart(hats[n], hat) for n, hat in _hats(job).items())
     registry.install(patches.PATCHES)
-    setattr(args, lr_scale.RECORD, {})
     args.load = args.save = None
     return found
 
