@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT_RANK = 64
+DEFAULT_RANK = 32
 DEFAULT_SVD_INTERVAL = 100
 
 
