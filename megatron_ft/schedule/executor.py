@@ -11,12 +11,11 @@ Megatron's functions are looked up when they are called, so that patches of them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_ft.schedule.actions import SENDS, Action, Kind, Schedule
@@ -91,27 +90,10 @@ class Executor:
             ValueError: The configuration asks for something that the executor does not do.
             WorldBroken: A process of the replica died (ulfm).
         """
-        if pg_collection is None and p2p_communicator is not None:
-            raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("the schedule executor cannot adjust the shapes of activations")
-        if pg_collection is None:
-            pg_collection = schedules._build_default_pg_collection()
-            pp_group = parallel_state.get_pipeline_model_parallel_group()
-        else:
-            pp_group = p2p_communicator.pp_group if p2p_communicator else pg_collection.pp
-        num_stages = pp_group.size()
-        placement = self.placement or normal(num_stages)
-        if len(placement) != num_stages:
-            raise ValueError(f"a placement of {len(placement)} stages in a group of {num_stages}")
-        choose = self.routes or straight(num_stages)
-        schedule = compile_schedule(
-            tuple(choose(num_microbatches, forward_only)),
-            placement,
-            self.limit,
-            forward_only=forward_only,
-        )
-        assert schedule.num_microbatches == num_microbatches, "one route for each microbatch"
+        pg_collection, pp_group = _groups(pg_collection, p2p_communicator)
+        schedule = self._schedule(pp_group.size(), num_microbatches, forward_only)
         chunks = chunks_for(schedule, pp_group.rank(), model, data_iterator)
         config = next(iter(chunks.values())).config
         (shape,) = schedules.get_tensor_shapes(
@@ -135,31 +117,49 @@ class Executor:
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        finalizes = config.finalize_model_grads_func is not None and not forward_only
-        last = chunks.get(num_stages - 1)
-        head = None
-        if finalizes and last is not None:
-            head = schedules.clear_embedding_activation_buffer(config, last.model, True)
-        run.run()
-        if finalizes:
-            schedules.finish_embedding_wgrad_compute(
-                config, head, last is not None, pg_collection.tp
-            )
-            tokens = None
-            if config.calculate_per_token_loss:
-                tokens = run.num_tokens
-                if any(route[-1] != num_stages - 1 for route in schedule.routes):
-                    # Megatron takes the last stage's count for that of the replica.
-                    dist.all_reduce(tokens, group=pp_group)
+        if config.finalize_model_grads_func is None or forward_only:
+            run.run()
+        else:
+            with _deferred_head(chunks.get(schedule.num_stages - 1), pg_collection.tp):
+                run.run()
             config.finalize_model_grads_func(
                 [chunk.model for chunk in chunks.values()],
-                tokens,
+                run.tokens(pp_group) if config.calculate_per_token_loss else None,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return run.reports()
+
+    def _schedule(self, num_stages: int, num_microbatches: int, forward_only: bool) -> Schedule:
+        placement = self.placement or normal(num_stages)
+        if len(placement) != num_stages:
+            raise ValueError(f"a placement of {len(placement)} stages in a group of {num_stages}")
+        choose = self.routes or straight(num_stages)
+        routes = tuple(choose(num_microbatches, forward_only))
+        assert len(routes) == num_microbatches, "one route for each microbatch"
+        return compile_schedule(routes, placement, self.limit, forward_only=forward_only)
+
+
+def _groups(pg_collection: Any, p2p_communicator: Any) -> tuple[Any, Any]:
+    """Megatron's groups for this call, and the pipeline group among them."""
+    if pg_collection is None:
+        if p2p_communicator is not None:
+            raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
+        pg_collection = schedules._build_default_pg_collection()
+    return pg_collection, p2p_communicator.pp_group if p2p_communicator else pg_collection.pp
+
+
+@contextlib.contextmanager
+def _deferred_head(last: Chunk | None, tp_group: Any) -> Iterator[None]:
+    """Around a step: the head's weight gradient, where Megatron defers it to the end."""
+    if last is None:
+        yield
+        return
+    head = schedules.clear_embedding_activation_buffer(last.config, last.model, True)
+    yield
+    schedules.finish_embedding_wgrad_compute(last.config, head, True, tp_group)
 
 
 class _Run:
@@ -208,6 +208,12 @@ class _Run:
 
     def reports(self) -> list[Any]:
         return [report for index in sorted(self.reported) for report in self.reported[index]]
+
+    def tokens(self, pp_group: Any) -> torch.Tensor:
+        """The tokens of this replica, on the last stage at least, where Megatron looks for them."""
+        if any(route[-1] != self.schedule.num_stages - 1 for route in self.schedule.routes):
+            dist.all_reduce(self.num_tokens, group=pp_group)
+        return self.num_tokens
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
