@@ -259,12 +259,24 @@ def parse(**of_provider: Any) -> tuple[Any, Any]:
     try:
         args = parse_and_validate_args(extra_args_provider=provider(**of_provider))
         validate(args)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        model_config = gpt_config_from_args(args, model_config_cls=_model_config_class(args))
+        config = pretrain_cfg_container_from_args(args, model_config)
     except FtArgumentError:
         raise
     except (AssertionError, ValueError, OSError) as error:
         raise FtArgumentError(f"Megatron refuses the flags: {_words(error)}") from error
     return args, config
+
+
+def _model_config_class(args: Any) -> type:
+    """Megatron's, unless a strategy needs another model."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    if not args.ft_checkfree_plus:
+        return GPTModelConfig
+    from megatron_ft.checkfree.twins import model_config_class
+
+    return model_config_class(checkfree_options.from_namespace(args))
 
 
 def _words(error: Exception) -> str:

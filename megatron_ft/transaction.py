@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,12 @@ import torch.distributed as dist
 from megatron_ft.recover.buckets import BucketSnapshots
 from megatron_ft.recover.policy_workload import PolicyWorkload
 from megatron_ft.rejoin.refill import filled
+from megatron_ft.schedule.passage import passage_of
 from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.world import Repaired, World
+
+if TYPE_CHECKING:
+    from megatron_ft.schedule.executor import Executor
 
 logger = logging.getLogger("megatron_ft.transaction")
 
@@ -107,6 +111,11 @@ class StepTransaction:
         self.measure: Callable[[], float] | None = None
         """What of the unclipped gradients is remembered of each step; None for nothing."""
         self.measured: float | None = None
+        self.executor: Executor | None = None
+        """What runs in the place of Megatron's schedule: its routes are asked of the ids."""
+        self.pipeline_group: Any = None
+        """With an executor: the group over which reports are summed before the replicas'."""
+        self._attempted: list[int] = []
         self._reports: list[dict[str, Any]] = []
         self.last: Committed | None = None
         self.iteration = 0
@@ -127,7 +136,7 @@ class StepTransaction:
         def forward_backward(**call: Any) -> Any:
             if call.get("collect_non_loss_data"):
                 return schedule(**call)
-            return self.run(schedule, call)
+            return self.run(self.executor or schedule, call)
 
         return forward_backward
 
@@ -223,6 +232,7 @@ class StepTransaction:
         expected = call["num_microbatches"]
         per_token = chunks_of(call["model"])[0].config.calculate_per_token_loss
         scale = 1.0 if per_token else len(ids) / expected
+        self._attempted = ids
         self._computing = ForwardStep(call["forward_step_func"], ids, scale, self._before)
         schedule(**(call | {"forward_step_func": self._computing, "num_microbatches": len(ids)}))
         self._bank()
@@ -233,7 +243,7 @@ class StepTransaction:
         if step is not None:
             assert step.done == len(step.ids), f"{step.done} of {len(step.ids)} microbatches ran"
             self._totals.add_reports(step.reports)
-            self._totals.ids += step.ids
+            self._totals.ids += step.reported
 
     def _reduce_only(self, call: dict[str, Any]) -> None:
         """Reduce again what is there: this replica has nothing more to compute."""
@@ -282,6 +292,10 @@ class StepTransaction:
         if self.keyed_rng is not None:
             self.keyed_rng(self.iteration, microbatch)
 
+    def attempted_ids(self) -> Sequence[int]:
+        """The ids of the attempt under way, in the order of its microbatches."""
+        return self._attempted
+
     def quotas(self) -> list[int]:
         """Microbatches that each replica computed of the last training step."""
         return self.workload.quotas()
@@ -295,7 +309,7 @@ class StepTransaction:
             How often each id counts, on the last stage; empty elsewhere.
         """
         self._reports = []
-        if not self.is_last_stage:
+        if not self.is_last_stage and self.pipeline_group is None:
             return ()
         # Exchangeable spares count samples from beyond the step: fewer than B of them.
         num_ids = 2 * per_replica * self.world.topology.data
@@ -309,6 +323,11 @@ class StepTransaction:
         vector = torch.cat([counts, *sums])
         if not self.contributes:
             vector.zero_()
+        if self.pipeline_group is not None:
+            # Routes end at several stages; the last one reports for all.
+            dist.all_reduce(vector, group=self.pipeline_group)
+            if not self.is_last_stage:
+                return ()
         dist.all_reduce(vector, group=self.loss_group)
         pairs = vector[num_ids:].view(-1, 2).float()
         self._reports = [dict(zip(self._known_keys, pairs, strict=True))]
@@ -410,15 +429,21 @@ class ForwardStep:
         self.before = before
         self.done = 0
         self.reports: list[Mapping[str, torch.Tensor]] = []
+        self.reported: list[int] = []
+        """The ids whose loss was computed here."""
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any) -> tuple[Any, Any]:
-        self.before(self.ids[self.done])
+        # Megatron's schedules take them in order; an executor says which one it is.
+        passage = passage_of(model)
+        microbatch = self.ids[self.done if passage is None else passage.microbatch]
+        self.before(microbatch)
         self.done += 1
         output, loss_func = self.inner(data_iterator, model, *args)
 
         def reported(*loss_args: Any, **loss_kwargs: Any) -> Any:
             loss, *rest = loss_func(*loss_args, **loss_kwargs)
             self.reports.append(rest[-1])
+            self.reported.append(microbatch)
             return (loss if self.scale == 1.0 else loss * self.scale, *rest)
 
         return output, reported

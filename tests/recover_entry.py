@@ -94,6 +94,58 @@ def weights() -> None:
     Session.train_ended = train_ended  # type: ignore[method-assign]
 
 
+def rebuilds() -> None:
+    """Dump what a rebuild starts from and what it makes, and the norms of the last gradients."""
+    import torch
+
+    from megatron_ft.checkfree import live
+    from megatron_ft.transaction import StepTransaction
+
+    directory = Path(os.environ["RECOVER_CENSUS"])
+    send, make, rehearse = live.send_stage, live.rebuild, StepTransaction._rehearse
+    norm = [0.0, 0.0]  # of the attempt under way, of the last committed step
+
+    def dump(what: str, session: Any) -> None:
+        model = session.model[0]
+        while hasattr(model, "module"):
+            model = model.module
+        slot = session.world.slots[0]
+        torch.save(
+            {
+                "norm": norm[1],
+                "weights": {name: p.data.clone() for name, p in model.named_parameters()},
+                "moments": session.optimizer.state_dict(),
+            },
+            directory / f"{what}-{session.world.epoch}-{slot}.pt",
+        )
+
+    def send_stage(session: Any, *args: Any) -> Any:
+        dump("source", session)
+        return send(session, *args)
+
+    def rebuild(session: Any, *args: Any) -> Any:
+        result = make(session, *args)
+        dump("rebuilt", session)
+        return result
+
+    def rehearsed(self: StepTransaction) -> None:
+        rehearse(self)
+        buckets = [b for group in self.snapshots.bucket_groups for b in group.buckets]
+        grads = [p.main_grad for bucket in buckets for p in bucket.params_list]
+        norm[0] = float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt())
+
+    commit = StepTransaction.vote
+
+    def vote(self: StepTransaction, ok: bool, training: bool) -> bool:
+        agreed = commit(self, ok, training)
+        if agreed and training:
+            norm[1] = norm[0]
+        return agreed
+
+    live.send_stage, live.rebuild = send_stage, rebuild
+    StepTransaction._rehearse, StepTransaction.vote = rehearsed, vote  # type: ignore[method-assign]
+
+
 def leak() -> None:
     """A group and a file more at each repair."""
     import torch.distributed as dist
@@ -204,6 +256,7 @@ EXTRAS: dict[str, Callable[[], None]] = {
     "no-restore": no_restore,
     "no-scaler": no_scaler,
     "no-waits": no_waits,
+    "rebuilds": rebuilds,
     "stray": stray,
     "weights": weights,
 }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from megatron.core import parallel_state as mpu
 
 from megatron_ft.checkfree import lr_scale
 from megatron_ft.checkfree.norms import shard_grad_square
 from megatron_ft.checkfree.rebuild import From, rebuild, send_stage
 from megatron_ft.checkfree.weights import plan_sources
+from megatron_ft.schedule.executor import Executor
+from megatron_ft.schedule.routes import Route, identity, routes
 
 if TYPE_CHECKING:
     from megatron_ft.recovery_plan import Rebuild
@@ -20,7 +25,32 @@ if TYPE_CHECKING:
 def install(session: Session) -> None:
     """Prepare a process that has built its stage: what a rebuild needs to know of each step."""
     lr_scale.install(session, session.early.checkfree)
-    session.transaction.measure = lambda: shard_grad_square(session.optimizer, session.model)
+    transaction = session.transaction
+    transaction.measure = lambda: shard_grad_square(session.optimizer, session.model)
+    if session.early.checkfree.plus:
+        _swap_routes(session)
+
+
+def _swap_routes(session: Session) -> None:
+    """CheckFree+: a share of the microbatches of each step visits the ends in swapped order."""
+    world, transaction, args = session.world, session.transaction, session.args
+    assert world is not None
+    topology, share = world.topology, session.early.checkfree.swap_share
+    per_replica = args.global_batch_size // args.micro_batch_size // topology.data
+
+    def choose(num_microbatches: int, forward_only: bool) -> Sequence[Route]:
+        if forward_only:
+            return (identity(topology.pipeline),) * num_microbatches
+        return routes(
+            topology.pipeline,
+            share,
+            transaction.attempted_ids(),
+            start=(transaction.iteration - 1) * per_replica,
+            data=topology.data,
+        )
+
+    transaction.executor = Executor(routes=choose)
+    transaction.pipeline_group = mpu.get_pipeline_model_parallel_group()
 
 
 def take_part(session: Session, action: Rebuild, repaired: Repaired) -> Moved | None:
