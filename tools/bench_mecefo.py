@@ -44,7 +44,7 @@ def neighbour(args: argparse.Namespace) -> dict[str, Any]:
     """One normal stage, two of them, and two degraded ones, whole and by technique."""
     options = {
         "mecefo": MecefoOptions(rank=args.rank),
-        "mecefo, memory 0.5": MecefoOptions(rank=args.rank, memory=0.5),
+        "mecefo, memory 0.7": MecefoOptions(rank=args.rank, memory=0.7),
         "all FFNs recomputed": MecefoOptions(rank=args.rank, memory=0),
         "no FFN recomputed": MecefoOptions(rank=args.rank, recompute_ffn=False),
         "only skip-MHA": MecefoOptions(rank=args.rank, recompute_ffn=False, low_rank=False),

@@ -82,7 +82,7 @@ class LayerActivations:
     attention: int
     """What an exact backward pass of the attention adds."""
     again: int
-    """What recomputing the FFN of one layer takes for a while."""
+    """What the work in one layer takes for a while, recomputing its FFN above all."""
 
 
 def layer_activations(
@@ -117,8 +117,8 @@ def layer_activations(
         input_only=shape.hidden,
         ffn_kept=shape.hidden + wide + inside + 2 * options.rank if options.low_rank else ffn,
         attention=attention,
-        # its intermediates and, at the widest place, as many gradients
-        again=2 * (wide + inside + shape.ffn) + 2 * shape.hidden,
+        # the FFN's intermediates and as many gradients, or the attention's forward pass
+        again=max(2 * (wide + inside + shape.ffn) + 2 * shape.hidden, attention + 2 * scores),
     )
 
 
