@@ -152,6 +152,7 @@ def test_one_stage_has_nothing_to_swap() -> None:
         routes(1, HALF, range(2))
 
 
+@settings(deadline=None)
 @given(
     st.integers(2, 16), st.sampled_from(SHARES), st.integers(1, 8), st.integers(1, 16), st.data()
 )
@@ -169,6 +170,7 @@ def test_a_route_belongs_to_the_id_and_the_step(
     )
 
 
+@settings(deadline=None)
 @given(st.integers(2, 16), st.sampled_from(SHARES), st.integers(1, 8), st.integers(1, 16))
 def test_every_replica_swaps_its_share(
     num_stages: int, share: Fraction, data: int, per_replica: int
@@ -400,6 +402,7 @@ def test_only_end_stages_need_to_follow(num_stages: int, ends: list[int]) -> Non
     assert not any(changes_ends([identity(num_stages)], s) for s in range(num_stages))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(8)), st.sets(st.integers(0, 7)))
 def test_items_by_index(order: list[int], wanted: set[int]) -> None:
     """In any order, and for those microbatches only that ask."""
