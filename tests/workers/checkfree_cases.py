@@ -101,7 +101,7 @@ class Job:
         shape = (self.args.micro_batch_size, self.args.seq_length)
         made = []
         for _ in range(MICROBATCHES):
-            tokens = torch.randint(0, 250, (shape[0], shape[1] + 1), generator=generator)
+            tokens = torch.randint(0, 380, (shape[0], shape[1] + 1), generator=generator)
             made.append({
                 "tokens": tokens[:, :-1].contiguous(),
                 "labels": tokens[:, 1:].contiguous(),
@@ -206,7 +206,8 @@ class Job:
         out = {}
         for name, p in self.named().items():
             if name.startswith(prefixes):
-                tensors = [p.data, parts.master(p), *self.state_of(p).values()]
+                state = self.state_of(p)
+                tensors = [p.data, parts.master(p), *(state[key] for key in sorted(state))]
                 tensors += [p.main_grad] if gradient else []
                 sha = hashlib.sha256()
                 for t in tensors:

@@ -7,7 +7,6 @@ rank writes what it saw to ``FOLDER/rank-N.json``. ``checkfree_cases`` has the c
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def main() -> None:
         job.comm.Barrier()
     (folder / f"rank-{job.comm.rank}.json").write_text(json.dumps(found))
     job.comm.Barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
