@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft.ledger import samples_digest
 from megatron_ft.recovery_plan import Fill, Rebuild
-from megatron_ft.rejoin.membership import MAX_FAILED_REPLACEMENTS
+from megatron_ft.rejoin.history import MAX_FAILED_REPLACEMENTS
 from megatron_ft.restarts import LAST_CODE, START
 from megatron_ft.world.world import Repaired
 

@@ -7,21 +7,18 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_ft import arguments
 from megatron_ft.arguments import EXIT_BAD_FLAGS, EXIT_NO_WAY_ON, Early, FtArgumentError
 from megatron_ft.faults.spec import FaultSpecError
-from megatron_ft.restarts import RUN_DIR, SKIP, START
+from megatron_ft.restarts import RUN_DIR, START
 from megatron_ft.world.environment import (
     STATUS_FILE,
-    note_loading,
     rank_environment,
     read_exit_code,
     write_exit_code,
@@ -402,7 +399,9 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         config.checkpoint.load = config.checkpoint.pretrained_checkpoint = None
         args.do_train, args.do_valid, args.do_test = True, args.eval_iters > 0, args.eval_iters > 0
     elif os.environ.get(START, "0") != "0" and args.save:
-        _resume(job, args, config)
+        from megatron_ft.recover.resume import restart
+
+        restart(job.world, job.slot, args, config)
     if session.injector is not None:
         session.fault_plan.check(
             num_slots=args.world_size,
@@ -411,6 +410,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
             num_processes=len(job.world.ids),
         )
     if job.world is not None and not session.joining:
+        from megatron_ft.world.start_guard import guard_start
+
         guard_start(job.world, lambda: session.training)
     store = _register_backend(job)
     _install_strategies(job)
@@ -421,51 +422,6 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         llama.forward_step,
         store=store,
     )
-
-
-def _resume(job: Job, args: Any, config: Any) -> None:
-    """This start of the job is a restart: choose the checkpoint that it goes on from."""
-    from megatron_ft.recover import resume
-
-    first = job.slot == 0
-    skip = [int(text) for text in os.environ.get(SKIP, "").split(",") if text]
-    shards = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    chosen = resume.choose(Path(args.save), skip, shards) if first else None
-    if job.world is not None:
-        # One process looks: two could see a folder at two moments.
-        chosen = job.world.active.bcast(chosen)
-    if chosen is not None:
-        resume.go_on_from(chosen, args, config)
-        if first:
-            note_loading(chosen)
-        return
-    if first:
-        print(f"megatron_ft: no valid checkpoint in {args.save}: restarting from the beginning")
-    if args.load is not None and Path(args.load).resolve() == Path(args.save).resolve():
-        args.load = config.checkpoint.load = None
-
-
-def guard_start(world: Any, over: Callable[[], bool]) -> None:
-    """End this process if another one dies before training begins: nothing is survived yet.
-
-    Some of MPI's calls of the set-up wait for a dead process for ever, so a thread looks after it.
-    """
-
-    def look() -> None:
-        while not over():
-            failed = world.comm.Get_failed()
-            if failed.size and not over():
-                print(
-                    "megatron_ft: a process died during the set-up, before anything could be "
-                    "survived: its own message says why",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os.kill(os.getpid(), signal.SIGKILL)
-            failed.Free()
-            time.sleep(0.5)
-
-    threading.Thread(target=look, name="ft-start", daemon=True).start()
 
 
 def _register_backend(job: Job) -> Any:

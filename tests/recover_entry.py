@@ -99,6 +99,7 @@ def rebuilds() -> None:
     import torch
 
     from megatron_ft.checkfree import live
+    from megatron_ft.session import current
     from megatron_ft.transaction import StepTransaction
 
     directory = Path(os.environ["RECOVER_CENSUS"])
@@ -131,7 +132,10 @@ def rebuilds() -> None:
     def rehearsed(self: StepTransaction) -> None:
         rehearse(self)
         buckets = [b for group in self.snapshots.bucket_groups for b in group.buckets]
-        grads = [p.main_grad for bucket in buckets for p in bucket.params_list]
+        held = {id(p): p for bucket in buckets for p in bucket.params_list}
+        names = current().model[0].named_parameters()
+        grads = [p.main_grad for name, p in names if "decoder.layers" in name and id(p) in held]
+        assert grads
         norm[0] = float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt())
 
     commit = StepTransaction.vote

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron_ft.restarts import SKIP
+from megatron_ft.world.environment import note_loading
 
 logger = logging.getLogger("megatron_ft.resume")
 
@@ -117,3 +121,32 @@ def go_on_from(iteration: int, args: Any, config: Any) -> None:
         for holder in (args, config.checkpoint):
             if hasattr(holder, name):
                 setattr(holder, name, value)
+
+
+def restart(world: Any, slot: int | None, args: Any, config: Any) -> None:
+    """This start of the job is a restart: choose the checkpoint that it goes on from.
+
+    Collective over the active processes.
+
+    Args:
+        world: The processes; None for a single one.
+        slot: The slot of this process.
+        args: Megatron's parsed flags, changed in place.
+        config: What ``pretrain`` takes as configuration, changed alike.
+    """
+    first = slot == 0
+    skip = [int(text) for text in os.environ.get(SKIP, "").split(",") if text]
+    shards = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    chosen = choose(Path(args.save), skip, shards) if first else None
+    if world is not None:
+        # One process looks: two could see a folder at two moments.
+        chosen = world.active.bcast(chosen)
+    if chosen is not None:
+        go_on_from(chosen, args, config)
+        if first:
+            note_loading(chosen)
+        return
+    if first:
+        print(f"megatron_ft: no valid checkpoint in {args.save}: restarting from the beginning")
+    if args.load is not None and Path(args.load).resolve() == Path(args.save).resolve():
+        args.load = config.checkpoint.load = None

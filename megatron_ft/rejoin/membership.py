@@ -6,67 +6,39 @@ holds, plans refills, takes in spawned processes and moves state.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from megatron_ft.recovery_plan import Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin import refill as rules
+from megatron_ft.rejoin.history import History, slots_of
 from megatron_ft.rejoin.hope import Help, stop_if_hopeless
+from megatron_ft.rejoin.moving import move_state, needs_state
 from megatron_ft.rejoin.refill import Built
 from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
-from megatron_ft.topology import Assignment, Shard, Topology
+from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.world import Repaired, Report
 
 if TYPE_CHECKING:
-    from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
 READY_TAG = 7301
 POOL_INTERVAL_S = 0.02
-MAX_FAILED_REPLACEMENTS = 3
-
-
-def _slots(topology: Topology, replicas: Collection[int]) -> frozenset[int]:
-    return frozenset(slot for replica in replicas for slot in topology.replica(replica))
-
-
-def needs_state(fill: Fill | Rebuild) -> bool:
-    """Whether who takes this slot does not hold its state yet."""
-    return isinstance(fill, Rebuild) or fill.is_copy
+BUILDING_SWITCH_S = 0.0005
 
 
 class Released(Exception):
     """The job is over; a process of the pool may go."""
-
-
-@dataclass
-class History:
-    """What all processes know alike of past replacements."""
-
-    filled_at: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Process -> the slot that it filled and the iteration before which it did."""
-    failures: dict[int, int] = field(default_factory=dict)
-    """Slot -> replacements in a row that died before a step was committed."""
-    drained: set[int] = field(default_factory=set)
-    """Replicas that left because somebody asked them to; they stay dark until asked back."""
-    left: set[int] = field(default_factory=set)
-    """Their processes, whose end is no failure."""
-
-    @property
-    def barred(self) -> frozenset[int]:
-        """Slots that stay vacant because their replacements keep dying."""
-        return frozenset(s for s, n in self.failures.items() if n >= MAX_FAILED_REPLACEMENTS)
 
 
 class Membership:
@@ -108,6 +80,7 @@ class Membership:
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
         self._gave_up = False
+        self._switch_interval = sys.getswitchinterval()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -155,7 +128,7 @@ class Membership:
             for p, f in facts.items()
             if f["built"] is not None and f["committed"] == committed and p not in receiving
         }
-        barred = self.barred | _slots(topology, gone)
+        barred = self.history.closed(topology) | slots_of(topology, gone)
         if any(f.get("boundary") for f in facts.values()) or not plan.assignment.whole_replicas(
             topology
         ):
@@ -180,9 +153,9 @@ class Membership:
         return rules.drainable(self.world.topology, before, dead, asked)
 
     @property
-    def barred(self) -> frozenset[int]:
+    def closed(self) -> frozenset[int]:
         """Slots that are not filled, for whatever reason."""
-        return self.history.barred | _slots(self.world.topology, self.history.drained)
+        return self.history.closed(self.world.topology)
 
     # -- repairs ---------------------------------------------------------------------------------
 
@@ -210,7 +183,9 @@ class Membership:
             # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
             if not fills or not self.world.slots:
                 return repaired
-            if self._move_state(fills, repaired):
+            self.receiving = any(f.process == self.world.process and needs_state(f) for f in fills)
+            if move_state(self.session, fills, repaired):
+                self.receiving = False
                 return repaired
             facts = {name: fact for name, fact in facts.items() if name != "boundary"}
 
@@ -252,7 +227,14 @@ class Membership:
             for p in assignment.pool
             if p not in self.ready and p not in building and p not in left
         ]
-        wanted = rules.targets(topology, assignment, self.ready, building, idle, self.barred)
+        wanted = rules.targets(
+            topology,
+            assignment,
+            self.ready,
+            building,
+            idle,
+            self.closed,
+        )
         if self.warm:
             spare = [p for p in idle if p not in wanted]
             wanted |= {
@@ -321,60 +303,6 @@ class Membership:
             "watch": session.watch.shared() if session.watch is not None else None,
         }
 
-    # -- state -----------------------------------------------------------------------------------
-
-    def _move_state(self, fills: list[Fill | Rebuild], repaired: Repaired) -> bool:
-        """Copy what the fills ask for; whether everybody got what he needs."""
-        me = self.world.process
-        self.receiving = any(f.process == me and needs_state(f) for f in fills)
-        moved: dict[int, Moved] = {}
-        ok = True
-        try:
-            for fill in fills:
-                cost = self._take_or_give(fill, repaired)
-                if cost is not None:
-                    moved[fill.slot] = cost
-        except MPI.Exception as error:
-            if not is_failure(error):
-                raise
-            ok = False
-        except Exception:
-            logger.exception("state could not be moved")
-            ok = False
-        if not ok:
-            # Whoever waits for this process in its own copy must not wait for ever.
-            with contextlib.suppress(MPI.Exception):
-                self.world.comm.Revoke()
-        if not self.world.agree(ok):
-            return False
-        self.receiving = False
-        for fill in fills:
-            if fill.process == me:
-                self.session.filled(fill, moved.get(fill.slot))
-        return True
-
-    def _take_or_give(self, fill: Fill | Rebuild, repaired: Repaired) -> Moved | None:
-        """This process's part in one action; None where it has none."""
-        me = self.world.process
-        if isinstance(fill, Rebuild):
-            from megatron_ft.checkfree import live
-
-            return live.take_part(self.session, fill, repaired)
-        if fill.is_copy and me in (fill.source_process, fill.process):
-            return self.copy_state(fill)
-        return None
-
-    def copy_state(self, fill: Fill) -> Moved:
-        """This process's side of one copy."""
-        from megatron_ft.rejoin import transfer
-
-        comm = self.world.comm
-        with self.world.watch.waiting():
-            if fill.process == self.world.process:
-                source = self.world.rank_of(fill.source_process)
-                return transfer.receive(self.session, comm, source)
-            return transfer.send(self.session, comm, self.world.rank_of(fill.process))
-
     # -- step boundaries -------------------------------------------------------------------------
 
     def wants_boundary(self) -> bool:
@@ -407,7 +335,14 @@ class Membership:
                 for p, f in known.items()
                 if f["built"] is not None and f["committed"] == committed and not f["receiving"]
             }
-        plan = rules.refill(world.topology, now, self.ready, holds, self.barred, self.checkfree)
+        plan = rules.refill(
+            world.topology,
+            now,
+            self.ready,
+            holds,
+            self.closed,
+            self.checkfree,
+        )
         return bool(plan.actions)
 
     def _hear(self) -> None:
@@ -487,6 +422,9 @@ class Membership:
         process_of[slot] = world.process
         self.building, self.target = slot, None
         world.alone = Assignment(0, tuple(process_of), ())
+        # All who train wait for the thread's part in a repair: the main thread makes way sooner.
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(BUILDING_SWITCH_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ft-build", daemon=True)
         self._thread.start()
@@ -498,6 +436,7 @@ class Membership:
         self._stop.set()
         self._thread.join()
         self._thread = None
+        sys.setswitchinterval(self._switch_interval)
         slot = self.building
         assert slot is not None
         self.world.alone = None
