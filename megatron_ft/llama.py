@@ -164,7 +164,7 @@ def reads_data(vp_stage: int | None = None) -> bool:
     """
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    if getattr(get_args(), "ft_checkfree_plus", False):
+    if get_args().ft_checkfree_plus:
         stages = mpu.get_pipeline_model_parallel_world_size()
         if mpu.get_pipeline_model_parallel_rank() in (1, stages - 2):
             return True

@@ -407,7 +407,9 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
             num_slots=args.world_size,
             num_stages=args.pipeline_model_parallel_size,
             train_iters=args.train_iters,
-            num_processes=len(job.world.ids),
+            # Processes that are started later can be named, too.
+            num_processes=len(job.world.ids)
+            + job.early.options.ft_respawn * job.early.options.ft_respawn_limit,
         )
     if job.world is not None and not session.joining:
         from megatron_ft.world.start_guard import guard_start

@@ -104,7 +104,10 @@ def _state(session: Any) -> dict[str, Any]:
     }
 
 
-_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+_COUNTERS = (
+    *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
+    "ft_checkfree_rebuilt",
+)
 
 
 def _load(session: Any, state: dict[str, Any]) -> None:
