@@ -122,21 +122,24 @@ def test_leftovers_of_two_replicas_make_a_whole_one(big_reference: Run) -> None:
     assert_same_training(run, big_reference)
 
 
+@pytest.mark.slow
 def test_deaths_while_joining(big_reference: Run, tmp_path: Path) -> None:
-    """The joiner dies when it has built, another one and a sender in the middle of a merge."""
+    """One joiner dies when it has built, the next and a sender in the middle of one merge."""
+    kills = (
+        "kill@5:slot=0",
+        "kill@5:process=6:point=join:n=0",
+        "kill@6:process=7:point=join:n=1",
+        # Slot 4 sends the last stage to the leftover of replica 0.
+        "kill@6:slot=4:point=join",
+    )
     run = launch(
         *("--ft-recover", "--ft-respawn", "--ft-fault", "slow@4:slot=1:s=0.12:for=76"),
-        *("--ft-fault", "kill@5:slot=0", "--ft-fault", "kill@5:process=6:point=join:n=0"),
-        *("--ft-fault", "kill@6:process=7:point=join:n=2"),
-        # Slot 3 holds the last stage of replica 0: it sends to whoever takes a slot of that stage.
-        *("--ft-fault", "kill@20:slot=4", "--ft-fault", "kill@21:process=8:point=join:n=1"),
+        *(part for kill in kills for part in ("--ft-fault", kill)),
         script="tests/recover_entry.py",
         env={"RECOVER_TEST": "weights", "RECOVER_CENSUS": str(tmp_path)},
         **BIG,
     )
     assert run.returncode == 0, run.output[-4000:]
-    assert {"kill@5:process=6:point=join:n=0", "kill@6:process=7:point=join:n=2"} <= {
-        event["fault"] for event in run.of_kind("fault_injected")
-    }
+    assert_faults_fired(run, 1 + len(kills))
     assert_same_training(run, big_reference)
     assert_equal_replicas(digests(tmp_path, 80))

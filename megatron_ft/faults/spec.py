@@ -43,7 +43,7 @@ POINTS: dict[str, Point] = {
     "join": Point(
         "while a process joins, at the first step of it in or after the iteration: its model is "
         "built; state is about to be sent; about to be received; received",
-        "such steps of the process",
+        "such steps of the process in one epoch",
     ),
     "pool": Point("idle in the pool, at the first look around in or after the iteration"),
 }
