@@ -42,7 +42,6 @@ CPU_DEFAULTS: dict[str, Any] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "use_cpu_initialization": True,
-    "use_gloo_process_groups": False,
 }
 
 EXIT_BAD_FLAGS = 64
@@ -63,6 +62,9 @@ class Early:
     """``--ft-world-size``: slots of the job, None for one per process."""
     options: argparse.Namespace
     """The ``ft_*`` options."""
+    gathers_optimizer: bool
+    """Whether Megatron gathers a sharded optimizer in one file, for which it wants groups of its
+    own over host memory."""
     checkfree: CheckfreeOptions
     """How a stage that nobody holds any more is rebuilt."""
 
@@ -169,6 +171,20 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
     add("--ft-fault-file", metavar="FILE", help="faults to inject, as YAML")
     add("--ft-fault-rate", action="append", default=[], metavar="RATE", help="e.g. kill:0.02/iter")
     add("--ft-fault-seed", type=int, metavar="SEED", help="of --ft-fault-rate (default 0)")
+    add(
+        "--ft-stage-failure-rate-per-hour",
+        type=float,
+        default=0.0,
+        metavar="H",
+        help="CheckFree's simulation: each stage loses its state with this probability per hour, "
+        "0.16 for 16 %%; needs --ft-iteration-seconds",
+    )
+    add(
+        "--ft-iteration-seconds",
+        type=float,
+        metavar="T",
+        help="what an iteration takes, for rates per hour (the paper's: 91.3)",
+    )
 
 
 def early(argv: Sequence[str]) -> Early:
@@ -190,6 +206,8 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--distributed-backend", default=None)
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--ckpt-format", default="torch_dist")
     options, _ = parser.parse_known_args(list(argv))
     validate_early(options)
     return Early(
@@ -200,12 +218,17 @@ def early(argv: Sequence[str]) -> Early:
         backend=options.distributed_backend,
         num_slots=options.ft_world_size,
         options=options,
+        gathers_optimizer=options.use_distributed_optimizer and options.ckpt_format == "torch",
         checkfree=checkfree_options.from_namespace(options),
     )
 
 
 def provider(
-    *, has_gpu: bool, default_backend: str, strategy: str | None = None
+    *,
+    has_gpu: bool,
+    default_backend: str,
+    strategy: str | None = None,
+    gathers_optimizer: bool = False,
 ) -> Callable[..., argparse.ArgumentParser]:
     """``extra_args_provider`` for Megatron's ``parse_and_validate_args``.
 
@@ -213,6 +236,7 @@ def provider(
         has_gpu: Whether the flags of a machine without a GPU stay out.
         default_backend: What ``--distributed-backend`` is if the user does not say.
         strategy: The strategy that is on, None for stock training.
+        gathers_optimizer: See ``Early``.
     """
 
     def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -226,6 +250,7 @@ def provider(
         _set_defaults(parser, LLAMA_DEFAULTS)
         if not has_gpu:
             _set_defaults(parser, CPU_DEFAULTS | {"attention_backend": AttnBackend.unfused})
+            _set_defaults(parser, {"use_gloo_process_groups": gathers_optimizer})
         if strategy is not None:
             # Its reruns check one replica's result on the same process; a strategy moves work.
             _set_defaults(parser, {"rerun_mode": "disabled"})

@@ -8,7 +8,7 @@ from .registry import Patch, Reliance
 AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "wheel": wheel.PATCHES,
     "cpu": cpu_device.PATCHES,
-    "backend": ulfm.BACKEND,
+    "backend": (*ulfm.BACKEND, *ulfm.GROUPS),
     "observe": observe.PATCHES,
     "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,

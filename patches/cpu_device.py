@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .cpu_cuda_api import PATCHES as CUDA_API
+from .cpu_optimizer import PATCHES as OPTIMIZER
 from .registry import TORCH, Patch
 
 _TORCH_VERSIONS = ">=2.6"
@@ -150,6 +151,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 PATCHES: tuple[Patch, ...] = (
     *CUDA_API,
+    *OPTIMIZER,
     *(
         _torch(f"torch:{name}", _factory, "Megatron asks factories for device='cuda'")
         for name in _FACTORIES

@@ -23,6 +23,17 @@ def _broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
     return lowest_live_sends(original)
 
 
+def _create_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Megatron wants gloo for tensors in host memory, which are ours too.
+        return original(ranks, timeout, "ulfm" if backend == "gloo" else backend, *args, **kwargs)
+
+    return create_group
+
+
 def _param_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_param_groups(*args: Any, **kwargs: Any) -> Any:
@@ -86,6 +97,18 @@ BACKEND: tuple[Patch, ...] = (
         _broadcast_object_list,
         "for a vacant source the lowest live slot sends",
         module="torch.distributed",
+    ),
+)
+
+# Installed with the backend, once Megatron is imported.
+GROUPS: tuple[Patch, ...] = (
+    Patch(
+        name="ulfm.gloo_groups",
+        target="megatron.core.parallel_state:create_group",
+        reason="the groups for host memory that Megatron makes of gloo are ours",
+        kind="wrap",
+        make=_create_group,
+        requires=("ranks", "timeout", "backend"),
     ),
 )
 
