@@ -299,12 +299,9 @@ def _inject_faults(job: Job) -> None:
         FaultSpecError: A fault is malformed.
     """
     from megatron_ft.faults.injector import Injector
-    from megatron_ft.faults.plan import plan_from_flags
+    from megatron_ft.faults.plan import plan_of
 
-    options = job.early.options
-    plan = plan_from_flags(
-        options.ft_fault, options.ft_fault_file, options.ft_fault_rate, options.ft_fault_seed
-    )
+    plan = plan_of(job.early.options)
     if not plan:
         return
     if job.world is None:
@@ -320,6 +317,9 @@ def _inject_faults(job: Job) -> None:
         epoch=lambda: world.epoch,
         num_slots=world.topology.num_slots,
         num_stages=world.topology.pipeline,
+        actions=(
+            {"lose-stage": lambda spec: session.lose_state()} if job.early.checkfree.enabled else {}
+        ),
     )
 
 
@@ -390,7 +390,10 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         registry.install(faults.PATCHES)
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     args, config = arguments.parse(
-        has_gpu=has_gpu, default_backend=job.backend, strategy=job.early.strategy
+        has_gpu=has_gpu,
+        default_backend=job.backend,
+        strategy=job.early.strategy,
+        gathers_optimizer=job.early.gathers_optimizer,
     )
     session.args = args
     if session.joining:
@@ -432,8 +435,12 @@ def _register_backend(job: Job) -> Any:
         return None
     import torch.distributed as dist
 
+    from megatron_ft.patches import ulfm
+    from megatron_ft.patches.registry import registry
     from megatron_ft.world.backend import register
     from megatron_ft.world.resilience import ResilientPolicy
+
+    registry.install(ulfm.GROUPS)
 
     session = job.session
     session.policy = ResilientPolicy(job.world, session.mend, session.watch)

@@ -25,7 +25,7 @@ from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
 from megatron_ft.rejoin.transfer import Moved
 from megatron_ft.world.environment import note_checkpoint, note_loading
-from megatron_ft.world.errors import ReplicaLost
+from megatron_ft.world.errors import ReplicaLost, WorldBroken
 from megatron_ft.world.watch import NO_WATCH, Watch
 from megatron_ft.world.world import Repaired, World
 
@@ -234,6 +234,7 @@ class Session:
     def committed_step(self, iteration: int) -> None:
         """All replicas have agreed on a step; its optimizer step is local arithmetic."""
         self.committed = iteration
+        self._repairs_in_vain = 0
         if self.transaction.measured is not None:
             self.grad_square = self.transaction.measured
 
@@ -361,6 +362,31 @@ class Session:
         """This process serves a slot from now on."""
         reporting.slot_filled(self, fill, moved)
 
+    def lose_state(self) -> None:
+        """What this process's slot holds is gone, although it lives: CheckFree's simulation.
+
+        Raises:
+            WorldBroken: Always: the step cannot go on, and the repair finds the state missing.
+        """
+        import torch
+
+        from megatron_ft.checkfree import parts
+
+        assert self.world is not None
+        with torch.no_grad():
+            for chunk in self.model:
+                for parameter in chunk.parameters():
+                    parameter.data.fill_(float("nan"))
+                    parts.master(parameter).data.fill_(float("nan"))
+        for single in parts.optimizers(self.optimizer):
+            if not single.is_stub_optimizer:
+                for state in single.optimizer.state.values():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor) and value.is_floating_point():
+                            value.fill_(float("nan"))
+        self.membership.receiving = True
+        raise WorldBroken("lose-stage", "model", f"the state of slots {self.world.slots} is lost")
+
     def leave_while_building(self, code: int) -> None:
         """The job ended while this process was building: there is nothing to unwind to."""
         self.observer.finish("", code, iteration=self.iteration, epoch=self.epoch)
@@ -368,7 +394,8 @@ class Session:
 
     def _repaired(self, repaired: Repaired) -> None:
         self.elect()
-        reporting.incident(self, repaired, self._how)
+        if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
+            reporting.incident(self, repaired, self._how)
 
 
 _current: Session | None = None

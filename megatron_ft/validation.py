@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.faults.plan import plan_from_flags
+from megatron_ft.faults.plan import plan_of
 from megatron_ft.world.watch import Timeouts
 
 
@@ -22,9 +22,7 @@ def validate_early(options: argparse.Namespace) -> None:
         FtArgumentError: They cannot work together.
         FaultSpecError: A fault is malformed; whether it can happen is known later.
     """
-    plan_from_flags(
-        options.ft_fault, options.ft_fault_file, options.ft_fault_rate, options.ft_fault_seed
-    )
+    plan_of(options)
     try:
         Timeouts(
             alive=options.ft_watch_timeout,

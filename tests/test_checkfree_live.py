@@ -129,3 +129,21 @@ def test_all_replicas_of_a_stage_at_once(tmp_path: Path) -> None:
     )
     assert_faults_fired(run, 2)
     assert_goes_on(run, 1)
+
+
+def test_lost_state_without_a_death(tmp_path: Path) -> None:
+    """CheckFree's simulation: weights become no numbers, and are numbers again in the same step."""
+    run = rebuilding(
+        *(tmp_path, "--ft-checkfree-plus", "--ft-fault", "lose-stage@6:stage=1"),
+        *("--ft-fault", "lose-stage@9:stage=0", "--ft-fault", "lose-stage@9:stage=3"),
+        # About every sixth step loses a stage, eight times as often as a process may be replaced.
+        *("--ft-stage-failure-rate-per-hour", "0.9", "--ft-iteration-seconds", "70"),
+        **PLUS,
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    fired = {e["fault"] for e in run.of_kind("fault_injected")}
+    assert {"lose-stage@6:stage=1", "lose-stage@9:stage=0", "lose-stage@9:stage=3"} <= fired
+    assert sorted(run.steps) == list(range(1, ITERS + 1))
+    assert all(step["lm_loss"] == step["lm_loss"] for step in run.steps.values()), "a NaN is left"
+    assert len(run.of_kind("stage_rebuilt")) >= len(fired)
+    assert run.summary["faults_unfired"] == [] and not run.of_kind("fault_detected")

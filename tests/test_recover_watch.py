@@ -91,7 +91,7 @@ def test_who_waits_for_nobody_is_let_go() -> None:
 @pytest.mark.slow
 def test_an_idle_process_that_loops_keeps_nobody_waiting() -> None:
     pipeline = {"tp": 1, "pp": 2, "dp": 3, "iters": 8, "per_replica": 4}
-    run = run_with("kill@2:slot=1", "loop@4:process=4:point=pool", **pipeline)
+    run = run_with("kill@2:slot=1", "loop@2:process=4:point=pool", **pipeline)
     assert {e["failed_process"] for e in run.of_kind("fault_detected")} <= {1, 4}
     assert_same_training(run, launch("--ft-recover", **pipeline))
 

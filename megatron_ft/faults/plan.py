@@ -103,6 +103,27 @@ def plan_from_flags(
     return (load(file) if file is not None else FaultPlan()) | flags
 
 
+def plan_of(options: Any) -> FaultPlan:
+    """The plan of all flags of a job that have to do with faults.
+
+    Args:
+        options: What the parser made of the ``--ft-fault...`` and ``--ft-stage-failure...`` flags.
+
+    Raises:
+        FaultSpecError: see `plan_from_flags`.
+    """
+    rates = list(options.ft_fault_rate)
+    if options.ft_stage_failure_rate_per_hour:
+        rates.append(f"lose-stage:{options.ft_stage_failure_rate_per_hour}/h")
+    return plan_from_flags(
+        options.ft_fault,
+        options.ft_fault_file,
+        rates,
+        options.ft_fault_seed,
+        options.ft_iteration_seconds,
+    )
+
+
 def load(path: str | os.PathLike[str]) -> FaultPlan:
     """Read a fault file.
 

@@ -205,8 +205,9 @@ class Membership:
         for process, report in repaired.reports.items():
             if report.facts["receiving"] and process in self.history.filled_at:
                 # It lives, but its state did not arrive: no better than one that died.
-                slot, _ = self.history.filled_at.pop(process)
-                self.history.failures[slot] = self.history.failures.get(slot, 0) + 1
+                slot, at = self.history.filled_at.pop(process)
+                if committed <= at:
+                    self.history.failures[slot] = self.history.failures.get(slot, 0) + 1
         self.others = dict(repaired.reports)
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
