@@ -53,6 +53,19 @@ def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+def _set_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        if _applies(self):
+            group, order = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+            if "step" in state:
+                tensors = {**tensors, "step": state["step"]}
+        return original(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu.distributed_optimizer.state_dict",
@@ -68,5 +81,13 @@ PATCHES: tuple[Patch, ...] = (
         kind="wrap",
         make=_load_state_dict,
         requires=("state_dict",),
+    ),
+    Patch(
+        name="cpu.distributed_optimizer.set_states",
+        target=f"{_OPTIMIZER}:DistributedOptimizer._set_main_param_and_optimizer_states",
+        reason="the step count is loaded elsewhere; here it is missing, or the one from before loading",
+        kind="wrap",
+        make=_set_states,
+        requires=("model_param", "tensors"),
     ),
 )
