@@ -67,8 +67,13 @@ class Restarts:
             self.newest, self.in_vain = end.checkpoint, 0
         elif self.done:
             self.in_vain += 1
+        if end.checkpoint is not None:
+            # Written anew, what could not be loaded before is another one now.
+            self.skip = {iteration for iteration in self.skip if iteration > end.checkpoint}
         if end.loading is not None:
             self.skip.add(end.loading)
+            # What comes again after an older one is progress.
+            self.newest = min(self.newest, end.loading - 1)
         if self.gave_up or self.done == self.limit:
             return False
         self.done += 1

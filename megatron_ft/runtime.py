@@ -190,9 +190,11 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     run_dir = RunDirectory(_agreed_run_dir(job))
     process = job.world.process if job.world is not None else int(os.environ["RANK"])
     observer = Observer(run_dir, process, job=os.environ.get(START, "0"))
+    if job.slot == 0:
+        run_dir.clear_exit_status()
     session = open_session(Session(job.early, job.world, _watch(job), observer))
     job.session = session
-    session.leave = lambda code: _leave(job, code)  # type: ignore[assignment,func-returns-value]
+    session.leave = lambda code, message: _leave_from_thread(job, code, message)
     session.part = lambda: _part(job)
     if job.world is not None and job.boot is None:
         pids = job.world.comm.allgather((process, os.getpid()))
@@ -201,6 +203,8 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
         session.membership.newcomer = True
         session.membership.history = job.boot["history"]
         session.membership.desired = job.boot["desired"]
+        session.membership.full = job.boot["full"]
+        session.barred_said = set(session.membership.history.barred)
     _inject_faults(job)
     code, message = 0, ""
     try:
@@ -233,6 +237,8 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
             if job.boot is None:
                 _import_everything()  # a spare has the time for it now, not when it is needed
             _join_pool(job)
+            if job.boot is None and membership.warm:
+                membership.target = membership.warm_target()
             membership.wait()
             job.slot = membership.target
             assert job.slot is not None
@@ -478,6 +484,16 @@ def _write_end(job: Job, code: int, message: str) -> None:
     write_exit_code(code)
     if message:
         print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)
+
+
+def _leave_from_thread(job: Job, code: int, message: str) -> None:
+    """The job ends while this process builds in its main thread: there is nothing to unwind to."""
+    _write_end(job, code, message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The watch stays open, for the main thread still uses it.
+    _meet(job.world)
+    os._exit(code)
 
 
 def _part(job: Job) -> None:

@@ -79,8 +79,8 @@ class Session:
         self.evaluating = False
         self._repairs_in_vain = 0
         self._how = ""
-        self.leave: Callable[[int], None] = lambda code: None
-        """Ends this process with all others; set by the runtime."""
+        self.leave: Callable[[int, str], None] = lambda code, message: None
+        """Ends this process with all others, from whatever thread; set by the runtime."""
         self.part: Callable[[], None] = lambda: None
         """Ends this process while the others go on; set by the runtime."""
         self.iteration = 0
@@ -89,6 +89,8 @@ class Session:
         self.loss_group: Any = None
         self.committed = 0
         """The last iteration that all replicas agreed on; the state is that after it."""
+        self.reentered = False
+        """Whether this process has entered training while others were in it."""
         self.training_over = False
         """Whether Megatron has left its training loop: what is lost now is not computed again."""
         self.grad_square: float | None = None
@@ -163,6 +165,7 @@ class Session:
             except ReplicaLost as lost:
                 logger.info("%s", lost)
             self._unwound()
+            self.reentered = True
             if not self.world.slots:
                 self._wait_for_slot()
             self.policy.entering = True
@@ -174,6 +177,7 @@ class Session:
         self.membership.stop_building()
         self.membership.wait()
         self.joining = False
+        self.reentered = True
         self.policy.survives = self.policy.entering = True
         self.iteration = self.committed
         self.first_iteration = self.committed + 1
@@ -187,6 +191,7 @@ class Session:
         # It would take the broken step for one that it has still to judge.
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
 
+        self._finish_committed_step()
         config = get_model_config(self.model[0])
         config.no_sync_func = config.grad_sync_func = None
         config.timers = get_timers()
@@ -196,6 +201,31 @@ class Session:
             self.transaction.snapshots.reset_bookkeeping()
             self.transaction.snapshots.drop()
         self.args.iteration = self.committed
+
+    def _finish_committed_step(self) -> None:
+        """Do what Megatron does after the optimizer step, if a death broke it off in between.
+
+        The optimizer step of a committed step is local and was done; counters and schedule follow.
+        """
+        transaction, args = self.transaction, self.args
+        if (
+            transaction.iteration != self.committed
+            or args.consumed_train_samples != transaction.step_start
+        ):
+            return
+        args.consumed_train_samples += args.global_batch_size
+        skipped = bool(transaction.rehearsed.get("prepare_grads"))
+        if skipped:
+            args.skipped_train_samples += args.global_batch_size
+        else:
+            self.scheduler.step(increment=args.global_batch_size)
+        if transaction.last_reports:
+            total, count = transaction.last_reports[0]["lm loss"].tolist()
+            norm = transaction.rehearsed.get("get_grad_norm")
+            self.step.seconds = transaction.last.seconds
+            reporting.step(
+                self, self.committed, total / count, None if norm is None else float(norm), None
+            )
 
     def _train_started(self) -> None:
         """Set-up is done; from here on a death is survived."""
@@ -343,7 +373,7 @@ class Session:
             self.part()
         if not self.world.slots:
             raise ReplicaLost(f"process {self.world.process} serves no slot any more: to the pool")
-        if filled(repaired.plan) and not refills:
+        if (repaired.refilled or filled(repaired.plan)) and not refills:
             raise ReplicaLost("replicas came back outside of a step: training is entered again")
         return repaired
 
@@ -351,6 +381,8 @@ class Session:
         """Between two steps: let pool processes take their slots, if somebody asked for it."""
         assert self.world is not None
         if self.world.boundary_asked:
+            # Whoever has noticed a death since the vote waits in an agreement; this ends it.
+            self.world.agree(True)
             self.mend("step boundary", {"boundary": True}, refills=True)
 
     def stop(self, repaired: Repaired) -> None:
@@ -386,11 +418,6 @@ class Session:
                             value.fill_(float("nan"))
         self.membership.receiving = True
         raise WorldBroken("lose-stage", "model", f"the state of slots {self.world.slots} is lost")
-
-    def leave_while_building(self, code: int) -> None:
-        """The job ended while this process was building: there is nothing to unwind to."""
-        self.observer.finish("", code, iteration=self.iteration, epoch=self.epoch)
-        self.leave(code)
 
     def _repaired(self, repaired: Repaired) -> None:
         self.elect()

@@ -71,7 +71,8 @@ class StepTransaction:
         replica: The replica that this process serves.
         loss_group: Data- and context-parallel group over which reports are summed.
         is_last_stage: Whether the loss is computed here.
-        repair: Repairs the world; raises ReplicaLost where this process has no slot afterwards.
+        repair: Repairs the world, in a training step or not; raises ReplicaLost where this process
+            has no slot afterwards.
         at_boundary: Called before each training step.
         wants_boundary: Whether this process asks for a repair before the next one.
         keyed_rng: Seeds the generators for (iteration, microbatch id); None without dropout.
@@ -86,7 +87,7 @@ class StepTransaction:
         replica: int,
         loss_group: dist.ProcessGroup,
         is_last_stage: bool,
-        repair: Callable[[str, Mapping[str, Any]], Repaired],
+        repair: Callable[[str, Mapping[str, Any], bool], Repaired],
         at_boundary: Callable[[], None],
         wants_boundary: Callable[[], bool],
         keyed_rng: Callable[[int, int], None] | None = None,
@@ -292,6 +293,11 @@ class StepTransaction:
         if self.keyed_rng is not None:
             self.keyed_rng(self.iteration, microbatch)
 
+    @property
+    def last_reports(self) -> list[dict[str, Any]]:
+        """What the last step reported, sums and counts; empty but on the last stage."""
+        return self._reports
+
     def attempted_ids(self) -> Sequence[int]:
         """The ids of the attempt under way, in the order of its microbatches."""
         return self._attempted
@@ -365,10 +371,11 @@ class StepTransaction:
         repaired = self.repair(
             f"attempt of step {self.iteration}",
             {"done": self.pipeline_done, "replica": self.replica},
+            training,
         )
         live = self.world.assignment.whole_replicas(self.world.topology)
         assert self.replica in live, "a process of a dark replica goes to the pool"
-        if filled(repaired.plan):
+        if repaired.refilled or filled(repaired.plan):
             self._start_over(workload, live, training)
             return
         undone = {

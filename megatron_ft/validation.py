@@ -85,6 +85,20 @@ def validate(args: Any) -> None:
             f"{flag} sums the same number of microbatches in every step: leave out "
             "--rampup-batch-size and --step-batch-size-schedule",
         ),
+        (
+            args.timing_log_level > 0 and args.barrier_with_L1_time,
+            f"{flag} allows no barrier between the vote and the optimizer step: add "
+            "--no-barrier-with-level-1-timing to --timing-log-level",
+        ),
+        (
+            args.rerun_mode != "disabled",
+            f"{flag} moves work between processes, which --rerun-mode takes for an error: leave "
+            "it out",
+        ),
+        (
+            args.check_weight_hash_across_dp_replicas_interval is not None,
+            f"{flag} cannot be with --check-weight-hash-across-dp-replicas-interval: leave it out",
+        ),
         (args.async_save, f"{flag} does not support --async-save: leave it out"),
         (
             args.ckpt_assume_constant_structure,

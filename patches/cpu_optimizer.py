@@ -85,7 +85,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu.distributed_optimizer.set_states",
         target=f"{_OPTIMIZER}:DistributedOptimizer._set_main_param_and_optimizer_states",
-        reason="the step count is loaded elsewhere; here it is missing, or the one from before loading",
+        reason="the step count is loaded elsewhere; here it is missing, or that of before",
         kind="wrap",
         make=_set_states,
         requires=("model_param", "tensors"),

@@ -67,7 +67,12 @@ def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        _session().step_committed(iteration, loss_dict, learning_rate, grad_norm)
+        session = _session()
+        session.step_committed(iteration, loss_dict, learning_rate, grad_norm)
+        if session.reentered:
+            # Megatron logs the first iteration of each train() together with all ranks, but the
+            # others are not in their first.
+            kwargs["is_first_iteration"] = False
         return original(
             loss_dict,
             total_loss_dict,

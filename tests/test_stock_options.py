@@ -77,7 +77,9 @@ def test_a_loaded_run_goes_on_as_if_never_interrupted(name: str, tmp_path: Path)
     whole = run(case, *flags, "--save", str(tmp_path), "--save-interval", str(half))
     assert [event["iteration"] for event in whole.of_kind("checkpoint")] == [half, case.iters]
 
-    loading = (*flags, "--load", str(tmp_path), "--ckpt-step", str(half))
+    # Megatron takes a gathered optimizer from where the tracker points, whatever --ckpt-step says.
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(half))
+    loading = (*flags, "--load", str(tmp_path))
     assert_same_rest(run(case, *loading), whole, half, exact=True)
     if case.equal is not None:
         assert_same_rest(run(case, *loading, *case.equal), whole, half, exact=True)

@@ -45,12 +45,14 @@ def build_transaction(session: Session) -> None:
         replica=mpu.get_data_parallel_rank(),
         loss_group=mpu.get_data_parallel_group(with_context_parallel=True),
         is_last_stage=mpu.is_pipeline_last_stage(),
-        repair=lambda how, facts: session.mend(how, facts, refills=True),
+        # After an evaluation all enter training again together with who came back.
+        repair=lambda how, facts, training: session.mend(how, facts, refills=training),
         at_boundary=session.boundary,
         wants_boundary=session.membership.wants_boundary,
         keyed_rng=keyed,
     )
     transaction.on_commit = session.committed_step
+    transaction.eval_starts["valid"] = args.consumed_valid_samples
     transaction.eval_batch = args.eval_global_batch_size
     transaction.optimizer = session.optimizer
     session.transaction = transaction

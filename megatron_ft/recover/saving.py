@@ -40,6 +40,7 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> Non
     """
     world = session.world
     assert world is not None
+    tracked = _tracker_time(Path(session.args.save))
     while True:
         error = _try(session, attempt)
         if world.agree(error is None):
@@ -56,7 +57,7 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> Non
                 f"{session.args.save}: process {process}: {text}. Make room there or choose "
                 "another --save; earlier checkpoints are as they were"
             )
-        if _is_complete(session, iteration):
+        if _is_complete(session, iteration, tracked):
             return
         _forget_written()
         logger.warning("saving iteration %d was broken off; trying again", iteration)
@@ -91,7 +92,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _is_complete(session: Session, iteration: int) -> bool:
+def _is_complete(session: Session, iteration: int, tracked: int | None) -> bool:
     """Whether the broken attempt got as far as its tracker; else what it wrote is removed.
 
     Collective over all active processes, and resilient like every operation outside of a step.
@@ -99,7 +100,7 @@ def _is_complete(session: Session, iteration: int) -> bool:
     assert session.world is not None
     complete = torch.zeros(1, dtype=torch.int, device="cuda")
     if session.world.process == session.world.elected:
-        complete += int(_clear(Path(session.args.save), iteration))
+        complete += int(_clear(Path(session.args.save), iteration, tracked))
     dist.all_reduce(complete)
     return bool(complete.item())
 
@@ -118,10 +119,21 @@ def _forget_written() -> None:
             written.get_nowait()
 
 
-def _clear(save_dir: Path, iteration: int) -> bool:
-    """Remove what an attempt left, unless the tracker says that it is complete; whether it is."""
+def _tracker_time(save_dir: Path) -> int | None:
+    """When the tracker was written; None if there is none."""
     tracker = save_dir / TRACKER
-    if tracker.exists() and tracker.read_text().strip() == str(iteration):
+    return tracker.stat().st_mtime_ns if tracker.exists() else None
+
+
+def _clear(save_dir: Path, iteration: int, tracked: int | None) -> bool:
+    """Remove what an attempt left, unless the tracker says that it is complete; whether it is.
+
+    Args:
+        tracked: When the tracker was written that was there before: a job that goes on from an
+            older checkpoint may find its own iteration in it.
+    """
+    moved = _tracker_time(save_dir) != tracked
+    if moved and (save_dir / TRACKER).read_text().strip() == str(iteration):
         return True
     partial = save_dir / f"iter_{iteration:07d}"
     if partial.exists():

@@ -25,6 +25,8 @@ class History:
     """Slot -> replacements in a row that died before a step was committed."""
     drained: set[int] = field(default_factory=set)
     """Replicas that left because somebody asked them to; they stay dark until asked back."""
+    asked_back: bool = False
+    """Whether somebody asked for new processes and not all of them are there yet."""
     left: set[int] = field(default_factory=set)
     """Their processes, whose end is no failure."""
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -80,6 +83,8 @@ class Membership:
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
         self._gave_up = False
+        self._wanted: dict[int, int] = {}
+        """Pool process -> the slot that the last repair asked it to build for."""
         self._switch_interval = sys.getswitchinterval()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -121,7 +126,10 @@ class Membership:
         built = {
             p: f["built"]
             for p, f in facts.items()
-            if f["built"] is not None and p in plan.assignment.pool and p not in leaving
+            if f["built"] is not None
+            and p in plan.assignment.pool
+            and p not in leaving
+            and p not in self.history.left
         }
         holds: dict[int, frozenset[Shard]] = {
             p: frozenset({f["built"].shard})
@@ -129,9 +137,9 @@ class Membership:
             if f["built"] is not None and f["committed"] == committed and p not in receiving
         }
         barred = self.history.closed(topology) | slots_of(topology, gone)
-        if any(f.get("boundary") for f in facts.values()) or not plan.assignment.whole_replicas(
-            topology
-        ):
+        over = any(f["over"] for f in facts.values())
+        asked = any(f.get("boundary") for f in facts.values())
+        if not over and (asked or not plan.assignment.whole_replicas(topology)):
             plan = rules.refill(topology, plan, built, holds, barred, self.checkfree)
         building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
         pool = set(plan.assignment.pool)
@@ -139,9 +147,10 @@ class Membership:
             built={p: b for p, b in built.items() if p in pool},
             building=building,
             idle=[p for p in sorted(pool) if p not in built and p not in building],
-            respawns=self.respawn and not any(f["exhausted"] for f in facts.values()),
+            # Where nobody serves, the lowest process starts new ones.
+            respawns=self.respawn and not facts[min(facts)]["exhausted"],
         )
-        if any(f["over"] for f in facts.values()):
+        if over:
             helpers = Help({}, {}, (), False)  # nobody comes back after the training
         return stop_if_hopeless(topology, plan, helpers, holds, barred, self.checkfree)
 
@@ -162,8 +171,9 @@ class Membership:
     def repair(self, facts: Mapping[str, Any]) -> Repaired:
         """Repair until the world is whole, newcomers are in, and state is where it belongs."""
         called = not self.newcomer
+        refilled = False
         while True:
-            spawned = bool(facts.get("boundary")) and self.spawner.ready()
+            spawned = bool(facts.get("boundary")) and self._has_room() and self.spawner.ready()
             orders = self.session.control.orders.tell() if facts.get("boundary") else {}
             told = {**self.facts(), **facts, **orders, "spawned": spawned}
             repaired = self.world.repair(told, called=called)
@@ -181,12 +191,13 @@ class Membership:
                 facts = {**facts, "boundary": True}
                 continue
             # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
+            refilled = refilled or bool(fills)
             if not fills or not self.world.slots:
-                return repaired
+                return replace(repaired, refilled=refilled)
             self.receiving = any(f.process == self.world.process and needs_state(f) for f in fills)
             if move_state(self.session, fills, repaired):
                 self.receiving = False
-                return repaired
+                return replace(repaired, refilled=refilled)
             facts = {name: fact for name, fact in facts.items() if name != "boundary"}
 
     def _learn(self, repaired: Repaired) -> None:
@@ -199,6 +210,8 @@ class Membership:
             last = self.others.get(process)
             if slot is None and last is not None:
                 slot, at = last.facts["building"], committed
+                if slot is None:  # it began after the last repair, which asked it to
+                    slot = self._wanted.get(process)
             if slot is not None:
                 early = committed <= at
                 self.history.failures[slot] = self.history.failures.get(slot, 0) + 1 if early else 0
@@ -241,6 +254,7 @@ class Membership:
             wanted |= {
                 p: topology.replica(0)[i % topology.replica_size] for i, p in enumerate(spare)
             }
+        self._wanted = wanted
         self.target = wanted.get(self.world.process)
         if not self.world.slots:
             label = self.world.label
@@ -250,13 +264,35 @@ class Membership:
                 (r.facts["iteration"] for r in repaired.reports.values()), default=0
             )
         self._changed = True
-        if self.respawn or asked:
+        if asked:
+            self.history.asked_back = True
+        if self.world.process != self.world.elected:
+            self.spawner.cancel()
+        if self.starts_processes:
             self.start_missing()
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether new processes are started for those that are missing."""
+        return self.respawn or self.history.asked_back
+
+    def warm_target(self) -> int:
+        """For which slot a spare of the launch builds beforehand."""
+        topology = self.world.topology
+        number = sorted(self.world.assignment.pool).index(self.world.process)
+        return topology.replica(0)[number % topology.replica_size]
+
+    def _has_room(self) -> bool:
+        """Whether the job has fewer processes than it should have."""
+        return len(set(self.world.ids) - self.history.left) < self.desired
 
     def start_missing(self) -> None:
         """Start as many processes as the job should have and has not; the elected one does."""
+        missing = self.desired - len(set(self.world.ids) - self.history.left)
+        if missing <= 0:
+            self.history.asked_back = False
         if self.world.process == self.world.elected:
-            self.spawner.want(self.desired - len(set(self.world.ids) - self.history.left))
+            self.spawner.want(missing)
 
     def _follow_orders(self, repaired: Repaired) -> bool:
         """Note what orders this repair carried out; whether vacant slots are asked back."""
@@ -269,11 +305,12 @@ class Membership:
         self.history.drained.update(gone)
         self.history.left |= processes
         self.desired -= len(processes)
-        self.leaving = self.world.process in processes
+        self.leaving = self.leaving or self.world.process in processes
         asked = any(r.facts.get("respawn") for r in repaired.reports.values())
         if asked:
             self.history.drained.clear()
             self.history.failures.clear()
+            self.session.barred_said.clear()
             self.desired = self.full
         for order in self.session.control.orders.told():
             if order.replica is not None and order.replica not in gone:
@@ -300,6 +337,7 @@ class Membership:
             "topology": world.topology,
             "history": self.history,
             "desired": self.desired,
+            "full": self.full,
             "run_dir": str(session.observer.run_dir.path),
             "watch": session.watch.shared() if session.watch is not None else None,
         }
@@ -309,12 +347,12 @@ class Membership:
     def wants_boundary(self) -> bool:
         """Whether the elected process knows a reason for a repair without a failure."""
         world = self.world
-        if self.spawner.bridge is not None:
+        if self.spawner.bridge is not None and self._has_room():
             return True
         if world.process != world.elected:
             return False
         self._hear()
-        if self.respawn:
+        if self.starts_processes:
             self.start_missing()  # also what could not be started before
         if self.session.control.orders.pending:
             return True
@@ -374,7 +412,7 @@ class Membership:
         while not self.world.slots:
             if self.built is None and self.target is not None:
                 return
-            if self.world.needs_repair() or self._nobody_trains():
+            if self.world.needs_repair() or self._nobody_trains() or self._one_less_waits():
                 self._take_part({})
             elif not self.world.assignment.live_slots and self._can_go_on():
                 self._take_part({"boundary": True})
@@ -387,6 +425,10 @@ class Membership:
         """Whether all active processes died at once, so that none of them can begin a repair."""
         active = self.world.assignment.active_processes
         return bool(active) and self.world.known_dead().issuperset(active)
+
+    def _one_less_waits(self) -> bool:
+        """Whether somebody has died while nobody trains, so that nobody else would notice."""
+        return not self.world.assignment.live_slots and bool(self.world.known_dead())
 
     def _can_go_on(self) -> bool:
         """While nobody trains: whether this process has a reason to call all to a repair."""
@@ -451,6 +493,11 @@ class Membership:
                 try:
                     self._take_part({})
                 except Released:
-                    self.session.leave_while_building(0)
-                except self.session.no_way_on:
-                    self.session.leave_while_building(75)
+                    self.session.leave(0, "")
+                except self.session.no_way_on as stop:
+                    self.session.leave(75, str(stop))
+                except BaseException:
+                    # The others wait for this thread in the repair: they must see a death.
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)

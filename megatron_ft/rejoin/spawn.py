@@ -22,6 +22,7 @@ logger = logging.getLogger("megatron_ft.rejoin")
 
 HELLO_TAG, BOOT_TAG, HERE_TAG = 7201, 7202, 7203
 LOOK_S = 0.02
+HELLO_PATIENCE_S = 5.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
 
 
@@ -68,12 +69,30 @@ class Spawner:
             self._wanted += missing
         self._go_on()
 
+    def cancel(self) -> None:
+        """Start no more; what is on its way stays."""
+        self._wanted = min(self._wanted, 1) if self._busy else 0
+
+    @property
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _one_less(self) -> None:
+        self._wanted = max(0, self._wanted - 1)
+
     def ready(self) -> bool:
         """Whether a process waits to be taken in, and still lives."""
         if self.bridge is None:
             return False
         try:
             self.bridge.send(None, dest=1, tag=HELLO_TAG)
+            end = time.monotonic() + HELLO_PATIENCE_S
+            while not self.bridge.Iprobe(source=1, tag=HELLO_TAG):
+                if time.monotonic() > end:
+                    logger.warning("a process that was started does not answer: given up")
+                    self._forget(failed=True)
+                    return False
+                time.sleep(0.001)
             self.bridge.recv(source=1, tag=HELLO_TAG)
             return True
         except MPI.Exception as error:
@@ -97,8 +116,7 @@ class Spawner:
             self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
     def _go_on(self) -> None:
-        busy = self._thread is not None and self._thread.is_alive()
-        if self._wanted and self.bridge is None and not busy:
+        if self._wanted and self.bridge is None and not self._busy:
             self._thread = threading.Thread(target=self._spawn, name="ft-spawn", daemon=True)
             self._thread.start()
 
@@ -119,10 +137,11 @@ class Spawner:
         except MPI.Exception as error:
             logger.warning("a process could not be started: %s", error)
             self._forget(failed=True)
-            self._wanted -= 1
+            self._one_less()
             return
-        self._wanted -= 1
+        # In this order: who looks in between must not miss one.
         self.bridge = bridge
+        self._one_less()
 
 
 def parent() -> MPI.Intracomm | None:

@@ -106,7 +106,7 @@ def _state(session: Any) -> dict[str, Any]:
 
 _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
-    "ft_checkfree_rebuilt",
+    *("do_train", "do_valid", "do_test", "ft_checkfree_rebuilt"),
 )
 
 

@@ -115,7 +115,6 @@ class Watch(NoWatch):
         on_collective_timeout: Callable[[float], None] = lambda seconds: None,
         on_fence: Callable[[int, str], None] = lambda process, reason: None,
     ) -> None:
-        assert 0 <= process < _CAPACITY, process
         self.process = process
         self.timeouts = timeouts
         self.on_collective_timeout = on_collective_timeout
@@ -125,7 +124,9 @@ class Watch(NoWatch):
         self._handle = os.open(path, os.O_RDWR)
         """Keeps the file within reach of processes that come later: it has no name by then."""
         self._words = memoryview(self._map).cast("q")
-        self._base = process * _WORDS
+        # Processes are numbered for ever; those before the last thousand are dead.
+        self._index = process % _CAPACITY
+        self._base = self._index * _WORDS
         self._interval = min(0.5, timeouts.alive / 10)
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._state = _STARTING
@@ -228,7 +229,7 @@ class Watch(NoWatch):
                 logger.warning("waiting for others for %.1f s: broken off", lasted)
                 self.on_collective_timeout(lasted)
             for index in range(_CAPACITY):
-                if index != self.process and self._words[index * _WORDS + _STATE] != _FREE:
+                if index != self._index and self._words[index * _WORDS + _STATE] != _FREE:
                     self._check(index * _WORDS)
 
     def _check(self, base: int) -> None:

@@ -63,6 +63,8 @@ class Repaired:
     reports: Mapping[int, Report]
     seconds: float
     """From the call to the new epoch, on this process."""
+    refilled: bool = False
+    """Whether slots were filled in this repair or in one that it began again."""
 
 
 Planner = Callable[[Assignment, frozenset[int], Mapping[int, Report]], Any]
@@ -279,7 +281,7 @@ class World:
             reports = {r.process: r for r in new.allgather(report)}
         dead = frozenset(known - set(reports))
         plan = self.planner(before, dead, reports)
-        assignment = plan.assignment if plan is not None else before
+        assignment = plan.assignment if plan is not None else _without(before, dead)
         mine = assignment.slots_of(self.process)
         if mine and self.label is not None and mine[0] != self.label:
             self.relabel(self.label, mine[0])
@@ -321,9 +323,10 @@ class World:
             bridge: On the leader, what connects it with the new process.
         """
         peer = bridge if bridge is not None else MPI.COMM_SELF
-        inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
-        merged = settled(inter.Merge(False))
-        inter.Free()
+        with self.watch.waiting():
+            inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
+            merged = settled(inter.Merge(False))
+            inter.Free()
         old, self.comm = self.comm, merged
         free(old)
         newcomer = self.next_process
@@ -383,6 +386,17 @@ def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.C
     slots = assignment.slots_of(process)
     part = comm.Split(0 if slots else MPI.UNDEFINED, slots[0] if slots else 0)
     return quiet(part) if slots else None
+
+
+def _without(assignment: Assignment, dead: Iterable[int]) -> Assignment:
+    """The same assignment, the slots of the dead vacant."""
+    gone = set(dead)
+    return Assignment(
+        assignment.epoch,
+        tuple(None if process in gone else process for process in assignment.process_of),
+        tuple(process for process in assignment.pool if process not in gone),
+        assignment.adopted,
+    )
 
 
 def _cannot_relabel(old: int, new: int) -> None:
