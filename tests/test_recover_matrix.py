@@ -57,7 +57,8 @@ CASES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "two-of-one-replica-and-a-pool-process": (
         PIPELINE,
-        ("kill@3:slot=2:point=backward", "kill@3:slot=5:point=backward", "kill@5:slot=1"),
+        # The first stage computes its second forward without the last one's first backward.
+        ("kill@3:slot=2:point=forward:n=1", "kill@3:slot=5:point=backward", "kill@5:slot=1"),
         (),
     ),
     "pool-process": (
