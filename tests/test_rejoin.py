@@ -86,6 +86,7 @@ def big_reference() -> Run:
     return launch("--ft-recover", **BIG)
 
 
+@pytest.mark.slow
 def test_one_death_after_another_with_respawn(big_reference: Run, tmp_path: Path) -> None:
     run = launch(
         *("--ft-recover", "--ft-respawn", "--ft-fault", "slow@4:slot=1:s=0.12:for=76"),

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Work
 
-from megatron_ft.world import completion
+from megatron_ft.world import completion, patience
 from megatron_ft.world.errors import WorldBroken, translate
 from megatron_ft.world.pending import Pending
 
@@ -179,7 +179,10 @@ class PendingWork(Work):
     def _wait_all(self) -> bool:
         status = MPI.Status()
         for request in self._pending.requests:
-            request.Wait(status)
+            if patience.crowded():
+                patience.wait(lambda request=request: request.Test(status))  # type: ignore[misc]
+            else:
+                request.Wait(status)
             self._note_source(status)
         return True
 
