@@ -302,7 +302,7 @@ def test_the_table_names_only_fields_it_types() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("stepp", {}, "unknown event kind 'stepp'; there are run_started, step"),
+        ("stepp", {}, "unknown event kind 'stepp'; there are run_started, run_restarted, step"),
         ("replica_dark", {}, "needs replica"),
         ("replica_dark", {"replica": 1, "colour": 2}, "no field colour; it has replica, slots"),
         ("replica_dark", {"replica": "1"}, "replica must be int"),
@@ -403,6 +403,28 @@ INCIDENT = (
     "slot 5 (replica 2, stage 1) died, noticed at SIGKILL in reduce; replica 2 goes dark; "
     "3 of 4 replicas go on with 11+11+10 microbatches; repaired in 0.021 s"
 )
+
+
+def test_detection_is_from_the_fault_to_the_notice() -> None:
+    """The notice is earlier than its event by the repair, after which it is written."""
+
+    def event(kind: str, at: float, process: int, **fields: Any) -> dict[str, Any]:
+        common = {"id": f"{kind}{at}", "time": at, "iteration": 3, "epoch": 1, "process": process}
+        return {**common, "kind": kind, **fields}
+
+    injected = {"fault": "kill@3:slot=1", "fault_kind": "kill", "point": "forward"}
+    events = [
+        event("fault_injected", 100.0, 1, **injected),
+        event("fault_detected", 100.7, 3, slot=1, how="vote", failed_process=1),
+        event("fault_detected", 100.7, 3, slot=2, how="vote", failed_process=2),
+        event("repaired", 100.7, 3, repair_s=0.2, live_replicas=1, live_processes=1),
+    ]
+    (incident,) = incidents(events)
+    assert incident.detect_s == pytest.approx(0.5)
+    assert [e.get("detect_s") is not None for e in incident.deaths] == [True, False]
+    assert "detect_s" not in events[1], "what was written stays as it is"
+    (unknown,) = incidents(events[1:])
+    assert unknown.detect_s is None
 
 
 def test_an_incident_is_one_readable_line(run_dir: RunDirectory) -> None:

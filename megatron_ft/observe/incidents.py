@@ -108,8 +108,34 @@ def incidents(events: Iterable[Event]) -> list[Incident]:
     about the same epoch of the same start of the job count once.
     """
     collector = IncidentCollector()
-    found = [collector.add(event) for event in _without_echoes(events)]
-    return [item for item in found if isinstance(item, Incident)]
+    struck: dict[int, float] = {}
+    found: list[Incident] = []
+    for event in _without_echoes(events):
+        if event["kind"] == "run_started":
+            struck.clear()
+        elif event["kind"] == "fault_injected":
+            struck[event["process"]] = float(event["time"])
+        item = collector.add(event)
+        if isinstance(item, Incident):
+            found.append(_with_detection(item, struck))
+    return found
+
+
+def _with_detection(incident: Incident, struck: dict[int, float]) -> Incident:
+    """The incident, each death with the time from its injected fault to the first notice.
+
+    Who notices cannot know when a fault struck another process; the events tell. A death is written
+    down after the repair, so that the notice is earlier by the time which that took.
+    """
+    noticed = float(incident.events[-1]["time"]) - incident.repair_s
+    events = []
+    for event in incident.events:
+        if event["kind"] == "fault_detected" and event.get("detect_s") is None:
+            at = struck.get(event.get("failed_process", -1))
+            if at is not None:
+                event = {**event, "detect_s": max(0.0, noticed - at)}
+        events.append(event)
+    return Incident(tuple(events))
 
 
 def _without_echoes(events: Iterable[Event]) -> Iterable[Event]:
