@@ -94,7 +94,8 @@ def _state(session: Any) -> dict[str, Any]:
         "optimizer": session.optimizer.state_dict(),
         "scheduler_steps": session.scheduler.num_steps,
         "iteration": session.committed,
-        "args": {name: getattr(args, name) for name in _COUNTERS},
+        # What there is of them: Megatron sets some only where it has built data.
+        "args": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
         "eval_starts": transaction.eval_starts,
         "evaluations": session.evaluations,
         "golden": _golden(session),
