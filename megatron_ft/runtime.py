@@ -314,7 +314,8 @@ def _inject_faults(job: Job) -> None:
         raise FtArgumentError("--ft-fault needs the ulfm backend: start with megatron-ft-run")
     world, session = job.world, job.session
     session.fault_plan = plan
-    session.faults = [str(spec) for spec in plan.specs] + [str(rate) for rate in plan.rates]
+    # What is drawn from rates has no name beforehand.
+    session.faults = [str(spec) for spec in plan.specs]
     session.injector = Injector(
         plan,
         session.observer.log,

@@ -22,9 +22,9 @@ from megatron_ft.control.server import ControlServer
 from megatron_ft.rejoin.refill import drainable, processes_of, settle
 from megatron_ft.topology import Topology, initial_assignment
 
-TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 70}
-# Steps that sleep leave the processor to a newcomer, which imports and builds for some seconds.
-LINGER = ("--ft-fault", "slow@2:slot=0:s=0.08:for=68")
+TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 110}
+# Steps that sleep, in the replica that stays, leave the processor to a newcomer, which imports and builds for some seconds.
+LINGER = ("--ft-fault", "slow@2:slot=1:s=0.08:for=108")
 
 
 def ctl(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -119,11 +119,15 @@ def test_restarts_end(ends: list[tuple[int | None, int | None]]) -> None:
     best, in_vain, said = -1, 0, set()
     for number, (checkpoint, loading) in enumerate(ends):
         going_on = restarts.again(Ended(9, None, checkpoint, loading))
-        said |= {loading} - {None}
         if checkpoint is not None and checkpoint > best:
             best, in_vain = checkpoint, 0
         elif number:
             in_vain += 1
+        if checkpoint is not None:
+            said = {iteration for iteration in said if iteration > checkpoint}
+        if loading is not None:  # what comes again after an older one is progress
+            said.add(loading)
+            best = min(best, loading - 1)
         assert going_on == (in_vain < MAX_IN_VAIN)
         if not going_on:
             assert restarts.gave_up and restarts.message
