@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Run, assert_same_training, launch
+from harness import ROOT, Run, assert_same_training, launch, relative
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,8 @@ from megatron_ft.rejoin.refill import drainable, processes_of, settle
 from megatron_ft.topology import Topology, initial_assignment
 
 TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 110}
-# Steps that sleep, in the replica that stays, leave the processor to a newcomer, which imports and builds for some seconds.
+# Steps that sleep, in the replica that stays, leave the processor to newcomers, which import and
+# build for some seconds.
 LINGER = ("--ft-fault", "slow@2:slot=1:s=0.08:for=108")
 
 
@@ -92,7 +93,10 @@ def test_a_replica_leaves_and_comes_back_by_hand(reference: Run, tmp_path: Path)
     assert not run.of_kind("fault_detected"), "leaving as asked is no failure"
     assert {e["slot"] for e in run.of_kind("slot_filled")} == {0, 2}, run.output[-3000:]
     assert run.summary["status"] == "ok"
-    assert_same_training(run, reference)
+    # Other orders of summation amplify to 4e-6 in a hundred steps; one microbatch too few is 1e-4.
+    assert_same_training(run, reference, bound=1e-5)
+    early = [i for i in run.losses if i <= 40]
+    assert all(relative(reference.losses[i], run.losses[i]) <= 1e-6 for i in early)
     assert not (tmp_path / SOCKET).exists()
     after = ctl(tmp_path, "status")
     assert after.returncode == 1 and "no job answers" in after.stderr
