@@ -22,10 +22,10 @@ from megatron_ft.control.server import ControlServer
 from megatron_ft.rejoin.refill import drainable, processes_of, settle
 from megatron_ft.topology import Topology, initial_assignment
 
-TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 110}
+TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 60}
 # Steps that sleep, in the replica that stays, leave the processor to newcomers, which import and
 # build for some seconds.
-LINGER = ("--ft-fault", "slow@2:slot=1:s=0.08:for=108")
+LINGER = ("--ft-fault", "slow@2:slot=1:s=0.15:for=58")
 
 
 def ctl(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +93,7 @@ def test_a_replica_leaves_and_comes_back_by_hand(reference: Run, tmp_path: Path)
     assert not run.of_kind("fault_detected"), "leaving as asked is no failure"
     assert {e["slot"] for e in run.of_kind("slot_filled")} == {0, 2}, run.output[-3000:]
     assert run.summary["status"] == "ok"
-    # Other orders of summation amplify to 4e-6 in a hundred steps; one microbatch too few is 1e-4.
+    # Other orders of summation amplify to about 1e-6 in sixty steps; one microbatch too few is 1e-4.
     assert_same_training(run, reference, bound=1e-5)
     early = [i for i in run.losses if i <= 40]
     assert all(relative(reference.losses[i], run.losses[i]) <= 1e-6 for i in early)
