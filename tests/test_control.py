@@ -93,7 +93,7 @@ def test_a_replica_leaves_and_comes_back_by_hand(reference: Run, tmp_path: Path)
     assert not run.of_kind("fault_detected"), "leaving as asked is no failure"
     assert {e["slot"] for e in run.of_kind("slot_filled")} == {0, 2}, run.output[-3000:]
     assert run.summary["status"] == "ok"
-    # Another order of summation amplifies to about 1e-6 in sixty steps; one microbatch less is 1e-4.
+    # Rounding is amplified to about 1e-6 in sixty steps; one microbatch less would be 1e-4.
     assert_same_training(run, reference, bound=1e-5)
     early = [i for i in run.losses if i <= 40]
     assert all(relative(reference.losses[i], run.losses[i]) <= 1e-6 for i in early)
