@@ -51,7 +51,9 @@ def validate(args: Any) -> None:
             "CheckFree alone is for one replica: with several, add --ft-recover, which goes on "
             "with those that are left"
         )
-    flag = "--ft-recover" if args.ft_recover else "--ft-checkfree"
+    flag = "--ft-checkfree-plus" if args.ft_checkfree_plus else "--ft-checkfree"
+    if args.ft_recover:
+        flag = "--ft-recover"
     refuse = [
         (
             args.use_distributed_optimizer,
