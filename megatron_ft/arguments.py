@@ -45,6 +45,8 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 EXIT_BAD_FLAGS = 64
+EXIT_UNFIRED = 65
+"""The job did all it should, but a fault that was asked for never struck."""
 EXIT_NO_WAY_ON = 75
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import signal
 
-EXIT_USAGE = 64
+EXIT_USAGE, EXIT_UNFIRED = 64, 65
+FINAL = (0, EXIT_USAGE, EXIT_UNFIRED)
+"""Codes after which another start would come to the same."""
 EXIT_NO_PROGRESS = 76
 """The launcher's exit code when starting again has brought the job no further."""
 MAX_IN_VAIN = 3
@@ -61,7 +63,7 @@ class Restarts:
     def again(self, end: Ended) -> bool:
         """Whether the job is to be started again; True counts the restart."""
         self.last_code = end.code
-        if end.code in (0, EXIT_USAGE) or end.stopped_by is not None:
+        if end.code in FINAL or end.stopped_by is not None:
             return False
         if end.checkpoint is not None and end.checkpoint > self.newest:
             self.newest, self.in_vain = end.checkpoint, 0
@@ -108,6 +110,6 @@ class Restarts:
                 f"would not either (last exit code {self.last_code}). See the output above for "
                 "the cause; save more often (--save, --save-interval) if failures are frequent"
             )
-        if self.done and self.done == self.limit and self.last_code not in (0, EXIT_USAGE):
+        if self.done and self.done == self.limit and self.last_code not in FINAL:
             return f"all {self.limit} restarts (--max-restarts) are used up"
         return ""

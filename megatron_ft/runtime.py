@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft import arguments
-from megatron_ft.arguments import EXIT_BAD_FLAGS, EXIT_NO_WAY_ON, Early, FtArgumentError
+from megatron_ft.arguments import (
+    EXIT_BAD_FLAGS,
+    EXIT_NO_WAY_ON,
+    EXIT_UNFIRED,
+    Early,
+    FtArgumentError,
+)
 from megatron_ft.faults.spec import FaultSpecError
 from megatron_ft.restarts import RUN_DIR, START
 from megatron_ft.world.environment import (
@@ -481,10 +487,21 @@ def _write_end(job: Job, code: int, message: str) -> None:
     if not elected:
         return
     status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
+    if not code and (unfired := _unfired(session)):
+        # Whoever asked for faults wants to see them survived, not a run that met none of them.
+        code = EXIT_UNFIRED
+        message = f"training has ended well, but faults never struck: {', '.join(unfired)}"
     session.observer.finish(status, code, message, iteration=session.iteration, epoch=session.epoch)
     write_exit_code(code)
     if message:
-        print(f"megatron_ft: stopped: {message}", file=sys.stderr, flush=True)
+        verb = "stopped" if status == "stopped" else "finished"
+        print(f"megatron_ft: {verb}: {message}", file=sys.stderr, flush=True)
+
+
+def _unfired(session: Any) -> list[str]:
+    """Faults on the command line that should have struck in the iterations that there were."""
+    injector = session.injector
+    return [] if injector is None else [str(f) for f in injector.unfired(session.iteration)]
 
 
 def _leave_from_thread(job: Job, code: int, message: str) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def census() -> None:
             "iteration": self.iteration,
             "groups": len(registry.live_groups()),
             "torch_groups": len(dist.distributed_c10d._world.pg_map),
-            "threads": len(os.listdir("/proc/self/task")),
+            "threads": sorted(_threads()),
             "files": sorted(_open_files()),
             "resident": _resident(),
         }
@@ -46,6 +47,13 @@ def census() -> None:
         return original(self)
 
     Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def _threads() -> Iterator[str]:
+    """Names of Python's threads, and the numbers of those that others have started."""
+    named = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for handle in os.listdir("/proc/self/task"):
+        yield named.get(int(handle), handle)
 
 
 def _open_files() -> Iterator[str]:
