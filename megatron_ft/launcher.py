@@ -5,8 +5,8 @@
 Runs the script in N processes under mpirun with every flag that fault tolerance needs, on this
 host, on the hosts of ``--hostfile``, or in a Slurm allocation. Exit code: the job's own when it
 has written one (0 finished, 65 finished without a fault that was asked for, 75 no way to go on),
-whatever died on the way; 64 for a launch that cannot work; 128 + N when signal N ended the job; else
-mpirun's, or that of the last dead rank.
+whatever died on the way; 64 for a launch that cannot work; 128 + N when signal N ended the job;
+else mpirun's, or that of the last dead rank.
 
 With ``--max-restarts R``, a job that ended badly is started again from its newest valid checkpoint,
 in the same run directory; 76 when that brought it no further three times in a row.
