@@ -34,6 +34,18 @@ def _create_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_group
 
 
+def _signal_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_device(local_rank: int | None = None) -> Any:
+        import torch
+
+        if torch.distributed.get_backend() == "ulfm":
+            return torch.device("cpu")
+        return original(local_rank)
+
+    return get_device
+
+
 def _param_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_param_groups(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +121,14 @@ GROUPS: tuple[Patch, ...] = (
         kind="wrap",
         make=_create_group,
         requires=("ranks", "timeout", "backend"),
+    ),
+    Patch(
+        name="ulfm.signal_device",
+        target="megatron.training.dist_signal_handler:get_device",
+        reason="--exit-signal-handler asks all ranks, and knows the device of nccl and gloo only",
+        kind="wrap",
+        make=_signal_device,
+        requires=("local_rank",),
     ),
 )
 
