@@ -7,9 +7,11 @@ import platform
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.ledger import samples_digest
+from megatron_ft.observe import checkpoint_id
 from megatron_ft.recovery_plan import Fill, Rebuild
 from megatron_ft.rejoin.history import MAX_FAILED_REPLACEMENTS
 from megatron_ft.restarts import LAST_CODE, START
@@ -193,6 +195,9 @@ def evaluation(session: Session, lm_loss: float, data_iterator: Any, seconds: fl
 
 def checkpoint(session: Session, iteration: int, seconds: float) -> None:
     """A checkpoint is complete."""
+    run_id = session.observer.wandb.run_id
+    if session.observer.log.elected and run_id is not None:
+        checkpoint_id.keep(Path(session.args.save), run_id)
     session.emit(
         "checkpoint",
         agreed=f"checkpoint-{iteration}",

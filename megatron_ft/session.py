@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ft import reporting
 from megatron_ft.arguments import Early
 from megatron_ft.control.session_orders import Control
+from megatron_ft.observe import checkpoint_id
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
 from megatron_ft.recovery_plan import Fill, Rebuild
@@ -126,7 +127,8 @@ class Session:
         settings = settings_from_megatron(args)
         if settings is None:
             return None
-        self.observer.use_wandb(settings, getattr(args, "ft_wandb_id", None))
+        # Finetuning is a run of its own, whatever it begins with.
+        self.observer.use_wandb(settings, None if args.finetune else checkpoint_id.kept(args.load))
         return MegatronWriter(self.observer.wandb)
 
     def elect(self) -> bool:

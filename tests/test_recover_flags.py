@@ -168,3 +168,9 @@ def test_one_wandb_run_whoever_writes(tmp_path: Path) -> None:
     assert {file.name for folder in folders for file in folder.glob("*.wandb")} == {
         f"run-{name}.wandb"
     }
+    # A job in another run directory that goes on from a checkpoint goes on with its run.
+    load = ("--load", str(tmp_path / "checkpoints"), "--exit-interval", "6")
+    more = {**PIPELINE, "run_dir": tmp_path / "more", "env": {"WANDB_MODE": "offline"}}
+    more = launch("--ft-recover", *wandb, *load, **more)
+    assert more.returncode == 0, more.output[-4000:]
+    assert (more.directory / "wandb_id").read_text() == name
