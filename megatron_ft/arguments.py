@@ -7,6 +7,7 @@ Megatron's own parser, whose help and checks cover them too.
 from __future__ import annotations
 
 import argparse
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class Early:
     own over host memory."""
     checkfree: CheckfreeOptions
     """How a stage that nobody holds any more is rebuilt."""
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """What Megatron's ``--exit-signal-handler`` listens for; None without the flag."""
+        given = self.options.exit_signal if self.options.exit_signal_handler else None
+        return given  # type: ignore[no-any-return]
 
     @property
     def replica_size(self) -> int:
@@ -209,6 +216,8 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--distributed-backend", default=None)
     parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--exit-signal-handler", action="store_true")
+    parser.add_argument("--exit-signal", default=signal.SIGTERM, type=_signal)
     parser.add_argument("--ckpt-format", default="torch_dist")
     options, _ = parser.parse_known_args(list(argv))
     validate_early(options)
@@ -223,6 +232,10 @@ def early(argv: Sequence[str]) -> Early:
         gathers_optimizer=options.use_distributed_optimizer and options.ckpt_format == "torch",
         checkfree=checkfree_options.from_namespace(options),
     )
+
+
+def _signal(text: str) -> signal.Signals:
+    return signal.Signals(int(text)) if text.isdecimal() else signal.Signals[text]
 
 
 def provider(

@@ -240,6 +240,10 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
     membership = job.session.membership
     try:
         if job.slot is None:
+            if job.early.exit_signal is not None:
+                # Schedulers send it to all processes. It is for those who train to end the job:
+                # the death of one that waits would only come in between.
+                signal.signal(job.early.exit_signal, signal.SIG_IGN)
             if job.boot is None:
                 _import_everything()  # a spare has the time for it now, not when it is needed
             _join_pool(job)

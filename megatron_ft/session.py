@@ -181,6 +181,7 @@ class Session:
         self.joining = False
         self.reentered = True
         self.policy.survives = self.policy.entering = True
+        self.training = True
         self.iteration = self.committed
         self.first_iteration = self.committed + 1
 

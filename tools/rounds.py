@@ -4,11 +4,13 @@
     python tools/rounds.py --rounds 100 --jobs 5 --seed 4           # new processes only
 
 Starts a small job with ``--ft-recover --ft-respawn`` and ``--max-restarts``, kills one of its
-processes at a random moment, waits until every slot is served again and as many processes are there
-as before, and does so again. A round is survived if that comes about without a restart of the job.
-A job that is lost is started again by the launcher, from its newest checkpoint; then the steps that
-are done again are counted. Prints a line for each job and the count of survived rounds; with
-``--json FILE`` the same as JSON. Ends with code 1 if a round was not answered at all.
+processes at a random moment (in some rounds a second one while the first is being replaced), waits
+until every slot is served again and every spare waits again, and does so again. A round is survived
+if that comes about without a restart of the job. A job that is lost is started again by the
+launcher, from its newest checkpoint; then the steps that are done again are counted.
+
+Prints a line for each job and the count of survived rounds; with ``--json FILE`` the same as JSON.
+Ends with code 1 if a round was not answered at all.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from bench_collectives import machine
 from punisher import last_step, ranks_of
 from rich.console import Console
 
+from megatron_ft.control.protocol import ControlError, ask
+
 ROOT = Path(__file__).resolve().parent.parent
 SAVE_INTERVAL = 50
 QUIET_S = 1.0
 """A round begins at most so long after the world is whole, drawn at random."""
+DOUBLE_S = 8.0
+"""A second kill of a round comes at most so long after the first."""
 START_S, END_S = 300.0, 60.0
 
 MODEL = (
@@ -49,8 +55,9 @@ MODEL = (
 
 @dataclass
 class Round:
-    """One kill and what came of it."""
+    """One kill, or two, and what came of it."""
 
+    kills: int = 0
     survived: bool = False
     restarted: bool = False
     seconds: float = 0.0
@@ -83,7 +90,8 @@ def main() -> int:
         jobs.append(run_job(options, options.seed + number, rounds, console))
     result = summed_up(options, jobs)
     console.print(
-        f"rounds: {result['survived']} of {result['rounds']} survived, {result['restarted']} "
+        f"rounds: {result['survived']} of {result['rounds']} survived ({result['kills']} kills), "
+        f"{result['restarted']} "
         f"answered by a restart, {result['unanswered']} not at all; {result['spares']} spares; "
         f"median {result['median_s']:.1f} s from kill to a whole world; {result['lost_steps']} "
         f"steps done again, {result['too_many_lost']} restarts behind the newest checkpoint",
@@ -102,6 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--spares", type=int, default=0, help="waiting processes from the start")
+    parser.add_argument("--double", type=float, default=0.25, help="share of rounds with two kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for each round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="leave the result as JSON")
@@ -182,46 +191,65 @@ def one_round(
     launcher: subprocess.Popen[bytes],
     chance: random.Random,
 ) -> Round:
-    """Kill one process once the world is whole, and wait until it is so again."""
-    full = options.replicas * options.stages + options.spares
-    starts = count_starts(run_dir)
-    wait_until_whole(options, run_dir, launcher, full, after=0)
-    time.sleep(chance.uniform(0, QUIET_S))
-    ranks, step = ranks_of(run_dir), last_step(run_dir)
-    if not ranks or launcher.poll() is not None:
+    """Kill one process once the world is whole, sometimes two, and wait until it is so again."""
+    if not wait_until_whole(options, run_dir, launcher, after=0, killed=[]):
         return Round()
-    victim = chance.choice(ranks)
-    began = time.monotonic()
-    victim.kill()
-    whole = wait_until_whole(options, run_dir, launcher, full, after=step["iteration"] + 1)
+    starts = count_starts(run_dir)
+    time.sleep(chance.uniform(0, QUIET_S))
+    iteration, began = last_step(run_dir)["iteration"], time.monotonic()
+    killed = [kill_one(run_dir, chance)]
+    if chance.random() < options.double:
+        # While the first one's replacement is started, builds or takes its slot.
+        time.sleep(chance.uniform(0, DOUBLE_S))
+        killed.append(kill_one(run_dir, chance))
+    whole = wait_until_whole(options, run_dir, launcher, after=iteration + 1, killed=killed)
     restarted = count_starts(run_dir) > starts
     return Round(
+        kills=len(killed),
         survived=whole and not restarted,
         restarted=whole and restarted,
         seconds=time.monotonic() - began,
     )
 
 
+def kill_one(run_dir: Path, chance: random.Random) -> int:
+    """Kill any process of the job, one that is just being started too; returns its pid."""
+    victim = chance.choice(ranks_of(run_dir))
+    victim.kill()
+    return int(victim.pid)
+
+
 def wait_until_whole(
     options: argparse.Namespace,
     run_dir: Path,
     launcher: subprocess.Popen[bytes],
-    full: int,
     after: int,
+    killed: list[int],
 ) -> bool:
-    """Whether, within the patience, all slots are served and all processes are there.
+    """Whether, within the patience, all slots are served and all spares wait.
 
     Args:
         after: A step at least as late must have been committed, unless the job started again.
+        killed: Pids that must not count among those that serve.
     """
     end = time.monotonic() + options.patience
     starts = count_starts(run_dir)
     while time.monotonic() < end and launcher.poll() is None:
-        step = last_step(run_dir)
-        late = step["iteration"] > after or count_starts(run_dir) > starts
-        if late and step["live_replicas"] == options.replicas and len(ranks_of(run_dir)) == full:
-            return True
         time.sleep(0.1)
+        try:
+            now = ask(run_dir, {"order": "status"}, 10.0)
+        except (ControlError, OSError):
+            continue  # nobody is elected at this moment
+        late = now["iteration"] > after or count_starts(run_dir) > starts
+        known = {now["pids"].get(str(row["process"])) for row in now["slots"]}
+        known |= {now["pids"].get(str(process)) for process in now["pool"]}
+        if (
+            late
+            and len(now["whole_replicas"]) == options.replicas
+            and len(now["pool"]) >= options.spares
+            and known.isdisjoint(killed)
+        ):
+            return True
     return False
 
 
@@ -286,6 +314,7 @@ def summed_up(options: argparse.Namespace, jobs: list[Job]) -> dict[str, Any]:
         "machine": machine(),
         "spares": options.spares,
         "rounds": len(rounds),
+        "kills": sum(r.kills for r in rounds),
         "survived": survived,
         "restarted": restarted,
         "unanswered": len(rounds) - survived - restarted,

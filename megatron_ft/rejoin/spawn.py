@@ -7,21 +7,18 @@ taken into the world, at a step boundary: ``World.admit``.
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
 from typing import Any
 
 from mpi4py import MPI
 
+from megatron_ft.rejoin.attempt import HERE_TAG, Attempt
 from megatron_ft.world.errors import is_failure
-from megatron_ft.world.mpirun import GUARD
 from megatron_ft.world.world import quiet
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
-HELLO_TAG, BOOT_TAG, HERE_TAG = 7201, 7202, 7203
-LOOK_S = 0.02
+HELLO_TAG, BOOT_TAG = 7201, 7202
 HELLO_PATIENCE_S = 5.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
 
@@ -45,7 +42,7 @@ class Spawner:
         self._wanted = 0
         self._said = False
         self._backoff = 0.0
-        self._thread: threading.Thread | None = None
+        self._attempt: Attempt | None = None
         quiet(MPI.COMM_SELF)
 
     @property
@@ -75,7 +72,7 @@ class Spawner:
 
     @property
     def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._attempt is not None and not self._attempt.over
 
     def _one_less(self) -> None:
         self._wanted = max(0, self._wanted - 1)
@@ -117,28 +114,12 @@ class Spawner:
 
     def _go_on(self) -> None:
         if self._wanted and self.bridge is None and not self._busy:
-            self._thread = threading.Thread(target=self._spawn, name="ft-spawn", daemon=True)
-            self._thread.start()
+            self.started += 1
+            self._attempt = Attempt(self._backoff, self._ended)
 
-    def _spawn(self) -> None:
-        time.sleep(self._backoff)
-        self.started += 1
-        try:
-            inter = MPI.COMM_SELF.Spawn(
-                "/bin/sh", ["-c", GUARD, "rank", sys.executable, *sys.argv], maxprocs=1
-            )
-            quiet(inter)
-            bridge = quiet(inter.Merge(False))
-            inter.Free()
-            # It imports for seconds; until it has said that it is there, nobody asks it anything.
-            while not bridge.Iprobe(source=1, tag=HERE_TAG):
-                time.sleep(LOOK_S)
-            bridge.recv(source=1, tag=HERE_TAG)
-        except MPI.Exception as error:
-            logger.warning("a process could not be started: %s", error)
+    def _ended(self, bridge: MPI.Intracomm | None) -> None:
+        if bridge is None:
             self._forget(failed=True)
-            self._one_less()
-            return
         # In this order: who looks in between must not miss one.
         self.bridge = bridge
         self._one_less()

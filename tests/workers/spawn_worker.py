@@ -1,0 +1,51 @@
+"""Start processes that die before MPI_Init, and one that does not, from a job of one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from mpi4py import MPI
+
+from megatron_ft.rejoin import attempt
+from megatron_ft.rejoin.spawn import Spawner, parent, wait_for_boot
+
+DIES = [sys.executable, "-c", "import os, time; time.sleep(1); os.kill(os.getpid(), 9)"]
+
+
+def child() -> None:
+    bridge = parent()
+    assert bridge is not None
+    print("booted with", wait_for_boot(bridge, 30.0), flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        child()
+    look = "blind" not in sys.argv
+    if not look:
+        attempt.Attempt._exists = lambda self: True  # type: ignore[method-assign]
+    program = iter([DIES])
+    original = attempt.Attempt.__init__
+
+    def init(self: attempt.Attempt, *args: object) -> None:
+        original(self, *args, program=next(program, None))  # type: ignore[arg-type]
+
+    attempt.Attempt.__init__ = init  # type: ignore[method-assign]
+    spawner = Spawner(limit=10)
+    end = time.monotonic() + (60 if look else 10)
+    while not spawner.ready() and time.monotonic() < end:
+        spawner.want(1)
+        time.sleep(0.1)
+    print("started", spawner.started, "ready", spawner.bridge is not None, flush=True)
+    if spawner.bridge is not None:
+        spawner.bridge.send("the world", dest=1, tag=7202)
+        spawner.taken()
+        print("pending", spawner.pending, flush=True)
+        time.sleep(1)
+    os._exit(0)
+
+
+main()
