@@ -17,8 +17,8 @@ from typing import Any
 from megatron_ft import reporting
 from megatron_ft.arguments import Early
 from megatron_ft.control.session_orders import Control
-from megatron_ft.observe import checkpoint_id
 from megatron_ft.mecefo.nodes import Node
+from megatron_ft.observe import checkpoint_id
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
 from megatron_ft.recovery_plan import Fill, Rebuild

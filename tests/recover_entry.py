@@ -161,11 +161,13 @@ def rebuilds() -> None:
 def mecefo() -> None:
     """Write down, after every step, what the gradient rule made and what this slot holds.
 
-    Deviations are relative, of the gradient that the optimizer gets from this replica's own.
+    Deviations are relative, of the gradient that the optimizer gets from the mean over this
+    replica's own microbatches.
     """
     import hashlib
 
     import torch
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     from megatron_ft.mecefo.gradient_rule import is_attention_parameter
     from megatron_ft.mecefo.live import Mecefo, layers_of
@@ -196,6 +198,8 @@ def mecefo() -> None:
         for part, parameters in split(current()).items():
             got = torch.cat([p.main_grad.view(-1) for p in parameters]).double()
             own = torch.cat([local[id(p)].view(-1) for p in parameters]).double()
+            # Divided by the microbatches of a fault-free step, whatever their number.
+            own *= get_num_microbatches() / contributed[current().transaction.replica]
             row[f"{part}_norm"] = float(own.norm())
             row[f"{part}_deviation"] = float((got - own).norm() / own.norm().clamp_min(1e-30))
 
