@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 from megatron_ft.checkfree import options as checkfree_options
 from megatron_ft.checkfree.options import CheckfreeOptions
+from megatron_ft.faults.rates import SCENARIOS
+from megatron_ft.mecefo import options as mecefo_options
+from megatron_ft.mecefo.options import MecefoOptions
 from megatron_ft.validation import FtArgumentError as FtArgumentError
 from megatron_ft.validation import validate as validate
 from megatron_ft.validation import validate_early
@@ -70,6 +73,8 @@ class Early:
     own over host memory."""
     checkfree: CheckfreeOptions
     """How a stage that nobody holds any more is rebuilt."""
+    mecefo: MecefoOptions
+    """What is degraded where one process runs two stages."""
 
     @property
     def exit_signal(self) -> signal.Signals | None:
@@ -88,7 +93,7 @@ class Early:
             return "--ft-recover"
         if self.checkfree.enabled:
             return "--ft-checkfree-plus" if self.checkfree.plus else "--ft-checkfree"
-        return None
+        return "--ft-mecefo" if self.mecefo.enabled else None
 
 
 def add_ft_flags(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +154,7 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
         help="how many processes the job starts at the most",
     )
     checkfree_options.add_flags(parser)
+    mecefo_options.add_flags(parser)
     add(
         "--ft-watch-timeout",
         type=float,
@@ -187,6 +193,12 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
         metavar="H",
         help="CheckFree's simulation: each stage loses its state with this probability per hour, "
         "0.16 for 16 %%; needs --ft-iteration-seconds",
+    )
+    add(
+        "--ft-mecefo-scenario",
+        choices=tuple(SCENARIOS),
+        help="MeCeFO's simulation: nodes are degraded as often and as long as in the paper's "
+        "scenario of this name; needs --ft-iteration-seconds",
     )
     add(
         "--ft-iteration-seconds",
@@ -231,6 +243,7 @@ def early(argv: Sequence[str]) -> Early:
         options=options,
         gathers_optimizer=options.use_distributed_optimizer and options.ckpt_format == "torch",
         checkfree=checkfree_options.from_namespace(options),
+        mecefo=mecefo_options.from_flags(options),
     )
 
 

@@ -91,6 +91,8 @@ def step(
         counts = transaction.last.microbatch_counts
         quotas = transaction.quotas()
         fields["recomputed_microbatches"] = transaction.last.recomputed
+        if session.mecefo is not None:
+            fields["degraded_stages"] = session.mecefo.num_degraded
         if iteration == session.first_iteration:
             fields["overhead_bytes"] = {"snapshots": transaction.snapshots.nbytes}
     else:

@@ -314,6 +314,7 @@ def _inject_faults(job: Job) -> None:
     Raises:
         FaultSpecError: A fault is malformed.
     """
+    from megatron_ft.faults.degrade import degradations_of
     from megatron_ft.faults.injector import Injector
     from megatron_ft.faults.plan import plan_of
 
@@ -324,8 +325,15 @@ def _inject_faults(job: Job) -> None:
         raise FtArgumentError("--ft-fault needs the ulfm backend: start with megatron-ft-run")
     world, session = job.world, job.session
     session.fault_plan = plan
+    degradations = degradations_of(plan, world.topology)
+    if "degrade" in plan.kinds:
+        session.degraded_sources.append(degradations.nodes_at)
     # What is drawn from rates has no name beforehand.
     session.faults = [str(spec) for spec in plan.specs]
+    # It is degraded since the step began; Megatron's flags have been refused without --ft-mecefo.
+    actions: dict[str, Any] = {"degrade": lambda spec: session.mecefo.assert_degraded(spec)}
+    if job.early.checkfree.enabled:
+        actions["lose-stage"] = lambda spec: session.lose_state()
     session.injector = Injector(
         plan,
         session.observer.log,
@@ -334,9 +342,8 @@ def _inject_faults(job: Job) -> None:
         epoch=lambda: world.epoch,
         num_slots=world.topology.num_slots,
         num_stages=world.topology.pipeline,
-        actions=(
-            {"lose-stage": lambda spec: session.lose_state()} if job.early.checkfree.enabled else {}
-        ),
+        actions=actions,
+        strikes={"degrade": degradations.strikes},
     )
 
 
@@ -381,7 +388,16 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     """Stock Megatron's flow, with our hooks in place."""
     import torch
 
-    from megatron_ft.patches import checkfree, cpu_device, faults, observe, recover, ulfm, wheel
+    from megatron_ft.patches import (
+        checkfree,
+        cpu_device,
+        faults,
+        mecefo,
+        observe,
+        recover,
+        ulfm,
+        wheel,
+    )
     from megatron_ft.patches.registry import registry
 
     has_gpu = has_gpu and torch.cuda.is_available()
@@ -401,6 +417,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     if session.resilient:
         registry.install(ulfm.VACANCY)
         registry.install(recover.PATCHES)
+    if job.early.mecefo.enabled:
+        registry.install(mecefo.PATCHES)
     if job.early.checkfree.enabled:
         registry.install(checkfree.PATCHES)
     if session.injector is not None:
@@ -475,6 +493,10 @@ def _install_strategies(job: Job) -> None:
         from megatron_ft.checkfree.live import install
 
         session.on_built.append(lambda: install(session))
+    if session.early.mecefo.enabled:
+        from megatron_ft.mecefo.live import install as install_mecefo
+
+        session.on_built.append(lambda: install_mecefo(session))
 
 
 # -- the end -------------------------------------------------------------------------------------

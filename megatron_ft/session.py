@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ft import reporting
 from megatron_ft.arguments import Early
 from megatron_ft.control.session_orders import Control
+from megatron_ft.mecefo.nodes import Node
 from megatron_ft.observe import checkpoint_id
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
@@ -71,6 +72,10 @@ class Session:
         self.policy: Any = None
         self.args: Any = None
         self.transaction: Any = None
+        self.mecefo: Any = None
+        """With --ft-mecefo, which layers are degraded; set when there is a model."""
+        self.degraded_sources: list[Callable[[int], frozenset[Node]]] = []
+        """Who is degraded in an iteration, beside the processes that have adopted a stage."""
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -424,6 +429,8 @@ class Session:
 
     def _repaired(self, repaired: Repaired) -> None:
         self.elect()
+        if self.transaction is not None and self.transaction.speeds is not None:
+            self.transaction.speeds.forget()
         if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
             reporting.incident(self, repaired, self._how)
 

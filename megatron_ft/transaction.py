@@ -26,6 +26,8 @@ from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.world import Repaired, World
 
 if TYPE_CHECKING:
+    from megatron_ft.mecefo.live import Mecefo
+    from megatron_ft.mecefo.quotas import Speeds
     from megatron_ft.schedule.executor import Executor
 
 logger = logging.getLogger("megatron_ft.transaction")
@@ -114,6 +116,15 @@ class StepTransaction:
         self.measured: float | None = None
         self.executor: Executor | None = None
         """What runs in the place of Megatron's schedule: its routes are asked of the ids."""
+        self.mecefo: Mecefo | None = None
+        """Degrades layers and applies MeCeFO's gradient rule, where that is on."""
+        self.speeds: Speeds | None = None
+        """How fast each replica is, where quotas follow from that."""
+        self._computing_since = 0.0
+        self._seconds: float | None = None
+        """What this replica's pipeline took for the ids of the attempt."""
+        self._times: dict[int, float] = {}
+        """Seconds of a microbatch in this attempt, by replica."""
         self.pipeline_group: Any = None
         """With an executor: the group over which reports are summed before the replicas'."""
         self._attempted: list[int] = []
@@ -171,6 +182,8 @@ class StepTransaction:
             self._mend(workload, training)
         workload.commit()
         if training:
+            if self.speeds is not None and attempts == 1:
+                self.speeds.observe(self._times)
             self.on_commit(self.iteration)
         if self.snapshots is not None:
             self.snapshots.drop()
@@ -191,11 +204,24 @@ class StepTransaction:
         self._computing = None
         self.rehearsed = {}
         live = self.world.assignment.whole_replicas(self.world.topology)
-        workload.begin(live, self.iteration)
+        self._deal(workload, live, training)
         iterator = loader_of(call["data_iterator"])
         if iterator is not None:
             base = self.step_start if training else self._eval_start(iterator)
             iterator.begin_step(base)
+
+    def _deal(self, workload: PolicyWorkload, live: Sequence[int], training: bool) -> None:
+        """Begin the step's workload, with fewer microbatches where a replica is slower."""
+        quotas = None
+        if training and self.mecefo is not None:
+            before = self.mecefo.nodes
+            self.mecefo.begin_step(self.iteration, live)
+            if self.speeds is not None:
+                if self.mecefo.nodes != before:
+                    self.speeds.forget()
+                num_ids = workload.ledger.num_microbatches
+                quotas = self.speeds.quotas(num_ids, live, self.mecefo.slower)
+        workload.begin(live, self.iteration, quotas=quotas)
 
     def _attempt(
         self,
@@ -216,6 +242,10 @@ class StepTransaction:
             self.pipeline_done = True
             counts = self._sum_reports(call["num_microbatches"])
             if training:
+                if self.mecefo is not None:
+                    self.mecefo.after_reduction(workload.contributed())
+                if self.speeds is not None:
+                    self._times = self._exchange_times(self.speeds, len(ids))
                 self._rehearse()
             return counts, True
         except WorldBroken as broken:
@@ -234,6 +264,7 @@ class StepTransaction:
         per_token = chunks_of(call["model"])[0].config.calculate_per_token_loss
         scale = 1.0 if per_token else len(ids) / expected
         self._attempted = ids
+        self._seconds, self._computing_since = None, time.monotonic()
         self._computing = ForwardStep(call["forward_step_func"], ids, scale, self._before)
         schedule(**(call | {"forward_step_func": self._computing, "num_microbatches": len(ids)}))
         self._bank()
@@ -270,6 +301,7 @@ class StepTransaction:
         """Megatron's finalize_model_grads; reached when this slot's pipeline work is done."""
         assert self._finalize is not None
         self.pipeline_done = True
+        self._seconds = time.monotonic() - self._computing_since
         self._bank()
         if num_tokens is not None:
             # Of all attempts of this step: what was computed before a failure still counts.
@@ -341,6 +373,14 @@ class StepTransaction:
 
     _known_keys: Sequence[str] = ("lm loss",)
 
+    def _exchange_times(self, speeds: Speeds, num_ids: int) -> dict[int, float]:
+        """Seconds of a microbatch on the slowest process of each replica, 0 where none ran."""
+        times = torch.zeros(self.world.topology.data, dtype=torch.double, device="cuda")
+        if num_ids and self._seconds is not None:
+            times[self.replica] = speeds.measured(self._seconds, num_ids)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return dict(enumerate(times.tolist()))
+
     def _rehearse(self) -> None:
         """Run the collectives of ``optimizer.step`` now, so that none is left after the vote."""
         optimizer = self.optimizer
@@ -391,6 +431,10 @@ class StepTransaction:
                 self.snapshots.zero()
             else:
                 self.snapshots.restore(repaired.epoch)
+            if self.mecefo is not None:
+                if workload.forgets(self.replica):
+                    self.mecefo.discard()
+                self.mecefo.begin_attempt(self.iteration, live)
             self._restore_scalers()
         if workload.forgets(self.replica):
             self._totals = Totals()
@@ -398,7 +442,7 @@ class StepTransaction:
 
     def _start_over(self, workload: PolicyWorkload, live: Sequence[int], training: bool) -> None:
         """Replicas came back in the middle of the step: all begin it anew, as they do."""
-        workload.begin(live, self.iteration)
+        self._deal(workload, live, training)
         self._totals, self.rehearsed = Totals(), {}
         if training:
             assert self.snapshots is not None

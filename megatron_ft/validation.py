@@ -40,13 +40,18 @@ def validate(args: Any) -> None:
         FtArgumentError: They cannot work together, or name data that is not there.
     """
     from megatron_ft.checkfree import options as checkfree
+    from megatron_ft.mecefo import options as mecefo
 
     _validate_data(args)
     checkfree.validate(args)
+    simulated = "degrade" in plan_of(args).kinds
+    mecefo.validate(args, simulated=simulated)
+    if simulated and not args.ft_mecefo:
+        raise FtArgumentError("degrade faults are MeCeFO's simulation: add --ft-mecefo")
     rebuilds = args.ft_checkfree or args.ft_checkfree_plus
-    if not args.ft_recover and not rebuilds:
+    if not args.ft_recover and not rebuilds and not args.ft_mecefo:
         return
-    if not args.ft_recover and args.data_parallel_size > 1:
+    if rebuilds and not args.ft_recover and args.data_parallel_size > 1:
         raise FtArgumentError(
             "CheckFree alone is for one replica: with several, add --ft-recover, which goes on "
             "with those that are left"
@@ -54,6 +59,8 @@ def validate(args: Any) -> None:
     flag = "--ft-checkfree-plus" if args.ft_checkfree_plus else "--ft-checkfree"
     if args.ft_recover:
         flag = "--ft-recover"
+    elif not rebuilds:
+        flag = "--ft-mecefo"
     refuse = [
         (
             args.use_distributed_optimizer,
@@ -74,7 +81,7 @@ def validate(args: Any) -> None:
             f"{flag} does not support mixture of experts: leave out --num-experts",
         ),
         (
-            args.data_parallel_size < 2 and not rebuilds,
+            args.ft_recover and args.data_parallel_size < 2 and not rebuilds,
             "--ft-recover needs at least two replicas: start more processes, lower the "
             "tensor- or pipeline-parallel size, or let --ft-checkfree rebuild what is lost",
         ),

@@ -62,6 +62,20 @@ def _start_grad_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     return start_grad_sync
 
 
+def _step_with_ready_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step_with_ready_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = getattr(self, "ft_held", ())
+        if not held:
+            return original(self, *args, **kwargs)
+        from megatron_ft.mecefo.hold import hold
+
+        with hold(self, held):
+            return original(self, *args, **kwargs)
+
+    return step_with_ready_grads
+
+
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _LINEAR = "megatron.core.tensor_parallel.layers"
 _ENGINE = "megatron.core.extensions.transformer_engine"
@@ -118,6 +132,15 @@ OWN: tuple[Patch, ...] = (
         "before recover.start_grad_sync, which is inside of this one, copies them",
         kind="wrap",
         make=_start_grad_sync,
+        requires=("self",),
+    ),
+    Patch(
+        name="mecefo.hold",
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
+        reason="attention parameters that no replica has a gradient for are left as they are, by "
+        "weight decay and momentum too; the optimizer is marked with them for one step",
+        kind="wrap",
+        make=_step_with_ready_grads,
         requires=("self",),
     ),
 )

@@ -158,6 +158,79 @@ def rebuilds() -> None:
     StepTransaction._rehearse, StepTransaction.vote = rehearsed, vote  # type: ignore[method-assign]
 
 
+def mecefo() -> None:
+    """Write down, after every step, what the gradient rule made and what this slot holds.
+
+    Deviations are relative, of the gradient that the optimizer gets from the mean over this
+    replica's own microbatches.
+    """
+    import hashlib
+
+    import torch
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from megatron_ft.mecefo.gradient_rule import is_attention_parameter
+    from megatron_ft.mecefo.live import Mecefo, layers_of
+    from megatron_ft.session import Session, current
+    from megatron_ft.transaction import StepTransaction
+
+    directory = Path(os.environ["RECOVER_CENSUS"])
+    local: dict[int, torch.Tensor] = {}
+    row: dict[str, Any] = {}
+    before, after = StepTransaction.before_reduction, Mecefo.after_reduction
+    original = Session.step_begins
+
+    def split(session: Any) -> dict[str, list[torch.nn.Parameter]]:
+        parts: dict[str, list[torch.nn.Parameter]] = {"attention": [], "ffn": []}
+        for layer in layers_of(session.model[0]):
+            for name, parameter in layer.named_parameters():
+                parts["attention" if is_attention_parameter(name) else "ffn"].append(parameter)
+        return parts
+
+    def before_reduction(self: StepTransaction, bucket_group: Any) -> None:
+        before(self, bucket_group)
+        if self.policy.in_transaction:
+            for parameter in bucket_group.params:
+                local[id(parameter)] = parameter.main_grad.detach().clone()
+
+    def after_reduction(self: Mecefo, contributed: Any) -> None:
+        after(self, contributed)
+        for part, parameters in split(current()).items():
+            got = torch.cat([p.main_grad.view(-1) for p in parameters]).double()
+            own = torch.cat([local[id(p)].view(-1) for p in parameters]).double()
+            # Divided by the microbatches of a fault-free step, whatever their number.
+            own *= get_num_microbatches() / contributed[current().transaction.replica]
+            row[f"{part}_norm"] = float(own.norm())
+            row[f"{part}_deviation"] = float((got - own).norm() / own.norm().clamp_min(1e-30))
+
+    @contextlib.contextmanager
+    def step_begins(self: Session) -> Iterator[None]:
+        slot = self.world.slots[0]
+        with original(self):
+            yield
+        row["iteration"] = self.iteration
+        for part, parameters in split(self).items():
+            digest = hashlib.sha256()
+            for parameter in parameters:
+                state = self.optimizer.chained_optimizers[0].optimizer.state.get(parameter, {})
+                for tensor in (parameter.data, *(state[key] for key in sorted(state))):
+                    digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            row[part] = digest.hexdigest()
+        with open(directory / f"mecefo-{slot}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    StepTransaction.before_reduction = before_reduction  # type: ignore[method-assign]
+    Mecefo.after_reduction = after_reduction  # type: ignore[method-assign]
+    Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def no_rule() -> None:
+    """Attention gradients that a replica lacks count as zeros, and nothing is held."""
+    from megatron_ft.mecefo.live import Mecefo
+
+    Mecefo.after_reduction = lambda self, contributed: None  # type: ignore[method-assign]
+
+
 def leak() -> None:
     """A group and a file more at each repair."""
     import torch.distributed as dist
@@ -262,10 +335,12 @@ EXTRAS: dict[str, Callable[[], None]] = {
     "census": census,
     "full-disk": full_disk,
     "leak": leak,
+    "mecefo": mecefo,
     "no-compact": no_compact,
     "no-forget": no_forget,
     "no-forgetting-of-writes": no_forgetting_of_writes,
     "no-restore": no_restore,
+    "no-rule": no_rule,
     "no-scaler": no_scaler,
     "no-waits": no_waits,
     "rebuilds": rebuilds,

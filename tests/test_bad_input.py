@@ -18,6 +18,7 @@ TIMEOUT_S = 180
 """Within which a job of two ranks has given up, on a busy machine; nobody waits for anybody."""
 WORKER = Path(__file__).parent / "workers" / "flags_worker.py"
 RECOVER = ("--ft-recover",)
+DEGRADE = ("--ft-fault", "degrade@3:slot=0")
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
 
 # -- flags, as Megatron's own parser and ours see them ---------------------------------------------
@@ -83,6 +84,38 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
             4,
             flags(*RECOVER, "--rampup-batch-size", "4", "4", "64"),
             "same number of microbatches in every step",
+        ),
+        "mecefo": (4, flags(*RECOVER, "--ft-mecefo"), None),
+        "mecefo's simulation": (1, flags("--ft-mecefo", *DEGRADE, pp=1), None),
+        "mecefo alone": (4, flags("--ft-mecefo"), "--ft-mecefo needs --ft-recover"),
+        "mecefo of one stage": (
+            2,
+            flags(*RECOVER, "--ft-mecefo", pp=1),
+            "--pipeline-model-parallel-size of at least 2",
+        ),
+        "mecefo with a sharded optimizer": (
+            4,
+            flags("--ft-mecefo", *DEGRADE, "--use-distributed-optimizer"),
+            "--ft-mecefo needs the whole optimizer state",
+        ),
+        "degraded by what": (4, flags(*RECOVER, *DEGRADE), "simulation: add --ft-mecefo"),
+        "two ways with attention": (
+            4,
+            flags("--ft-mecefo", "--ft-mecefo-budget", "1", "--ft-mecefo-no-skip-attention"),
+            "give one of them",
+        ),
+        "quotas for nobody": (4, flags("--ft-mecefo-quotas"), "degraded nodes: add --ft-mecefo"),
+        "quotas of two kinds": (
+            4,
+            flags(
+                *RECOVER, "--ft-recover-policy", "versatile", "--ft-mecefo", "--ft-mecefo-quotas"
+            ),
+            "leave out --ft-recover-policy",
+        ),
+        "a scenario without time": (
+            4,
+            flags("--ft-mecefo", "--ft-mecefo-scenario", "high"),
+            "give --ft-iteration-seconds",
         ),
         "timeouts": (
             4,

@@ -26,8 +26,6 @@ from megatron_ft.launcher import _Parser as LauncherParser
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HARMLESS = {"tail", "kill", "source"}
-# Of strategies that the README's table says are not there yet.
-PLANNED = ("--ft-checkfree", "--ft-mecefo", "--ft-checkfree-plus")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -229,7 +227,7 @@ def test_flags_and_paths_in_the_text_exist(page: Path) -> None:
     known = {option for action in parser(False)._actions for option in action.option_strings}
     for flag in re.findall(r"--ft-[a-z-]*[a-z]", text):
         prefix_of_several = f"{flag}*" in text
-        assert flag in known or flag in PLANNED or prefix_of_several, f"{page.name}: no {flag}"
+        assert flag in known or prefix_of_several, f"{page.name}: no {flag}"
     for code in _INLINE.findall(text):
         path = code.partition("::")[0]
         if re.fullmatch(r"(megatron_ft|patches|tools|examples|tests|docs)/[\w./-]*", path):

@@ -40,6 +40,7 @@ class Injector:
         num_slots: slots of the job.
         num_stages: pipeline stages of the job.
         actions: how to carry out the kinds that only the runtime can: `lose-stage`, `degrade`.
+        strikes: by kind, whether a fault finds in a slot what it needs; others always do.
 
     Raises:
         FaultSpecError: the plan has a kind that nobody can carry out.
@@ -56,6 +57,7 @@ class Injector:
         num_slots: int,
         num_stages: int,
         actions: Mapping[str, Callable[[FaultSpec], None]] | None = None,
+        strikes: Mapping[str, Callable[[FaultSpec, int], bool]] | None = None,
     ) -> None:
         self._plan = plan
         self._log = log
@@ -63,6 +65,7 @@ class Injector:
         self._stage_of = stage_of
         self._epoch = epoch
         self._deeds = {**DEEDS, **(actions or {})}
+        self._strikes = strikes or {}
         self._schedule = plan.schedule(num_slots=num_slots, num_stages=num_stages)
         kinds = {spec.kind for spec in plan.specs} | {rate.kind for rate in plan.rates}
         if missing := sorted(kinds - set(self._deeds)):
@@ -118,6 +121,9 @@ class Injector:
             return
         for slot in self._targets(spec):
             if (spec, slot) in self._spent:
+                continue
+            strikes = self._strikes.get(spec.kind)
+            if strikes is not None and slot is not None and not strikes(spec, slot):
                 continue
             # A stage is lost by each process of it; every other fault happens to one process.
             key = slot if spec.stage is not None else None

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.faults.rates import FaultRate, RateSchedule, parse_rate
+from megatron_ft.faults.rates import FaultRate, RateSchedule, parse_rate, scenario_rate
 from megatron_ft.faults.spec import (
     FaultSpec,
     FaultSpecError,
@@ -43,6 +43,11 @@ class FaultPlan:
 
     def __bool__(self) -> bool:
         return bool(self.specs or self.rates)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of all faults, named or drawn."""
+        return frozenset(s.kind for s in self.specs) | frozenset(r.kind for r in self.rates)
 
     def __or__(self, other: FaultPlan) -> FaultPlan:
         """Both plans' faults; the other's seed and iteration time where it has them."""
@@ -107,7 +112,8 @@ def plan_of(options: Any) -> FaultPlan:
     """The plan of all flags of a job that have to do with faults.
 
     Args:
-        options: What the parser made of the ``--ft-fault...`` and ``--ft-stage-failure...`` flags.
+        options: What the parser made of the ``--ft-fault...``, ``--ft-stage-failure...`` and
+            ``--ft-mecefo-scenario`` flags.
 
     Raises:
         FaultSpecError: see `plan_from_flags`.
@@ -115,6 +121,8 @@ def plan_of(options: Any) -> FaultPlan:
     rates = list(options.ft_fault_rate)
     if options.ft_stage_failure_rate_per_hour:
         rates.append(f"lose-stage:{options.ft_stage_failure_rate_per_hour}/h")
+    if options.ft_mecefo_scenario:
+        rates.append(scenario_rate(options.ft_mecefo_scenario, options.ft_iteration_seconds))
     return plan_from_flags(
         options.ft_fault,
         options.ft_fault_file,

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ft.validation import FtArgumentError
+
 DEFAULT_RANK = 32
 DEFAULT_SVD_INTERVAL = 100
 
@@ -35,6 +37,8 @@ class MecefoOptions:
     """What the activations of two stages may take, in units of one normal stage's. The FFN is
     recomputed in the layers that do not fit otherwise. 0: in all layers, the paper's; the gradients
     are the same."""
+    quotas: bool = False
+    """Whether a replica with a degraded node computes fewer microbatches, by measured speed."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -93,6 +97,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="activations that two stages may keep, in units of one normal stage's; FFNs that do "
         "not fit are recomputed, all of them with 0 (default: %(default)s)",
     )
+    group.add_argument(
+        "--ft-mecefo-quotas",
+        action="store_true",
+        help="give a replica with a degraded node fewer microbatches, by measured speed",
+    )
     for name, what in (
         ("skip-attention", "compute the backward pass of attention exactly"),
         ("recompute", "keep the activations of the FFN"),
@@ -117,4 +126,55 @@ def from_flags(args: Any) -> MecefoOptions:
         svd_interval=args.ft_mecefo_svd_interval,
         budget=args.ft_mecefo_budget,
         memory=args.ft_mecefo_memory,
+        quotas=args.ft_mecefo_quotas,
     )
+
+
+def validate(args: Any, *, simulated: bool) -> None:
+    """Check Megatron's parsed flags with MeCeFO's, before anything is built.
+
+    What a layer must be like is checked when there are layers (``refusals``).
+
+    Args:
+        args: Megatron's.
+        simulated: Whether `degrade` faults are injected, which need no other process.
+
+    Raises:
+        FtArgumentError: They cannot work together; the message says what to do.
+    """
+    try:
+        options = from_flags(args)
+    except ValueError as error:
+        raise FtArgumentError(str(error)) from error
+    if not options.enabled:
+        if options.quotas:
+            raise FtArgumentError("--ft-mecefo-quotas is for degraded nodes: add --ft-mecefo")
+        return
+    refuse = (
+        (
+            not args.ft_recover and not simulated,
+            "--ft-mecefo needs --ft-recover: a stage is copied from another replica, and a replica "
+            "that no neighbour can complete goes dark",
+        ),
+        (
+            args.pipeline_model_parallel_size < 2 and not simulated,
+            "--ft-mecefo lets the neighbouring stage's process run two stages: "
+            "--pipeline-model-parallel-size of at least 2",
+        ),
+        (
+            args.pipeline_model_parallel_layout is not None,
+            "--ft-mecefo counts the layers of each stage: leave out "
+            "--pipeline-model-parallel-layout",
+        ),
+        (
+            args.context_parallel_size > 1,
+            "--ft-mecefo does not support context parallelism: leave out --context-parallel-size",
+        ),
+        (
+            options.quotas and args.ft_recover_policy != "balanced",
+            "--ft-mecefo-quotas is a deal of its own: leave out --ft-recover-policy",
+        ),
+    )
+    for wrong, message in refuse:
+        if wrong:
+            raise FtArgumentError(message)

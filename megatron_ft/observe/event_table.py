@@ -45,11 +45,13 @@ FIELDS: dict[str, str] = {
     "live_processes": "int",
     "quotas": "ints",
     "recomputed_microbatches": "int",
+    "degraded_stages": "int",
     "overhead_bytes": "mapping",
     # where and who
     "slot": "int?",
     "slots": "ints",
     "stage": "int?",
+    "stages": "ints",
     "replica": "int?",
     "failed_process": "int?",
     "by_process": "int",
@@ -118,7 +120,7 @@ KINDS: dict[str, Kind] = {
             *("lm_loss", "grad_norm", "microbatches", "samples_digest", "seconds"),
             *("tokens_per_second", "live_replicas", "live_processes", "quotas"),
         ),
-        ("learning_rate", "recomputed_microbatches", "overhead_bytes"),
+        ("learning_rate", "recomputed_microbatches", "degraded_stages", "overhead_bytes"),
     ),
     "fault_injected": Kind(
         "an injected fault is about to happen in this process",
@@ -162,6 +164,14 @@ KINDS: dict[str, Kind] = {
         "the process of by_slot now serves the vacant slot too",
         ("slot", "by_slot"),
         ("replica", "stage", *_TRANSFER),
+    ),
+    "stages_degraded": Kind(
+        "from this iteration on these stages of a replica are trained in MeCeFO mode",
+        ("replica", "stages"),
+    ),
+    "stages_restored": Kind(
+        "from this iteration on these stages of a replica are trained exactly again",
+        ("replica", "stages"),
     ),
     "role_changed": Kind(
         "a replica or process has another part in the step (major, minor, spare, pool)",

@@ -186,6 +186,10 @@ def describe(event: Event) -> str:
             return f"stage {e['stage']} rebuilt ({e['method']}){_cost(e)}"
         case "stage_adopted":
             return f"slot {e['by_slot']} does {_place(e)} too{_cost(e)}"
+        case "stages_degraded":
+            return f"replica {e['replica']} trains {_stages(e)} degraded"
+        case "stages_restored":
+            return f"replica {e['replica']} trains {_stages(e)} exactly again"
         case "role_changed":
             return f"{_place(e)} is now {e['role']}"
         case "repaired":
@@ -263,6 +267,11 @@ def _place(event: Event) -> str:
         return ", ".join(named)
     process = event.get("failed_process", event.get("by_process"))
     return f"process {event['process'] if process is None else process}"
+
+
+def _stages(event: Event) -> str:
+    numbers = " and ".join(map(str, event["stages"]))
+    return f"stage{'s' if len(event['stages']) > 1 else ''} {numbers}"
 
 
 def _cost(event: Event) -> str:

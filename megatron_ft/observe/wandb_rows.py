@@ -20,6 +20,7 @@ _STEP = {
     "live_replicas": "ft/live_replicas",
     "live_processes": "ft/live_processes",
     "recomputed_microbatches": "ft/recomputed_microbatches",
+    "degraded_stages": "ft/degraded_stages",
 }
 # Measurements that any other event may carry.
 _MEASURED = (

@@ -254,12 +254,18 @@ def plan_step(
     live: Collection[int],
     policy: Policy = "versatile",
     replay: Replay = "exact",
+    quotas: Mapping[int, int] | None = None,
 ) -> StepPlan:
     """Deal the microbatches of a step over the live replicas.
 
     With all replicas live this is the fault-free step: replica r computes the ids r (mod W).
+
+    Args:
+        quotas: Under "balanced", how many each live replica gets, where not as many as possible
+            alike; their sum is B.
     """
     live = sorted(live)
+    assert quotas is None or policy == "balanced", "only an even deal can be made an uneven one"
     assert live and len(live) <= num_replicas, f"{live} of {num_replicas} replicas"
     num_microbatches = num_replicas * microbatches_per_replica
     if policy == "adaptive":
@@ -268,8 +274,8 @@ def plan_step(
         }
         shares = {r: Share(role=Role.MAJOR, computes=own[r], counts=own[r]) for r in live}
     elif policy == "balanced":
-        quotas = deal(range(num_microbatches), live)
-        shares = {r: Share(role=Role.MAJOR, computes=quotas[r], counts=quotas[r]) for r in live}
+        dealt = deal(range(num_microbatches), live, quotas)
+        shares = {r: Share(role=Role.MAJOR, computes=dealt[r], counts=dealt[r]) for r in live}
     else:
         shares = _versatile_shares(num_microbatches, live, replay)
     return StepPlan(

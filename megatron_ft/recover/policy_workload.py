@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from megatron_ft.ledger import Ledger
@@ -48,8 +48,18 @@ class PolicyWorkload:
         self.last: Redistribution | None = None
         """What the last failure inside this step changed; None before the first."""
 
-    def begin(self, live: Collection[int], step: int = 0, consumed_samples: int = 0) -> None:
-        """Open a step; one that was left open by a process that lost its replica is forgotten."""
+    def begin(
+        self,
+        live: Collection[int],
+        step: int = 0,
+        consumed_samples: int = 0,
+        quotas: Mapping[int, int] | None = None,
+    ) -> None:
+        """Open a step; one that was left open by a process that lost its replica is forgotten.
+
+        Args:
+            quotas: How many microbatches each live replica computes; None for an even deal.
+        """
         self.ledger = Ledger(
             data=self.ledger.data,
             microbatches_per_replica=self.ledger.microbatches_per_replica,
@@ -62,6 +72,7 @@ class PolicyWorkload:
             live=live,
             policy=self.policy,
             replay=self.replay,
+            quotas=quotas,
         )
         counts = {r: share.counts for r, share in self.plan.shares.items()}
         self.ledger.begin(step, live, consumed_samples=consumed_samples, quotas=counts)
@@ -102,6 +113,10 @@ class PolicyWorkload:
         """Microbatches that each replica has computed of this step, spares included."""
         shares = self._open.shares
         return [len(shares[r].computes) if r in shares else 0 for r in range(self.ledger.data)]
+
+    def contributed(self) -> dict[int, int]:
+        """Microbatches of the step that count, by live replica."""
+        return {r: len(share.counts) for r, share in self._open.shares.items()}
 
     def roles(self) -> Sequence[Role | None]:
         """The role of each replica, None where it is dark."""
