@@ -21,7 +21,7 @@ from megatron_ft.mecefo.nodes import Node
 from megatron_ft.observe import checkpoint_id
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
-from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.recovery_plan import Adopt, Fill, Rebuild
 from megatron_ft.rejoin.membership import Membership
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
@@ -111,6 +111,11 @@ class Session:
         self.membership = Membership(self)
         self.membership.on_repaired = self._repaired
         self.on_built: list[Callable[[], None]] = []
+        self.hosting: Any = None
+        """This process's part in adoption (MeCeFO); None where nothing is adopted."""
+        self.build_again: Callable[..., Any] = _not_built
+        """Megatron's set-up of model and optimizer, with the arguments of its first call."""
+        self._evaluations_after = 0
 
     # -- who writes ------------------------------------------------------------------------------
 
@@ -284,6 +289,8 @@ class Session:
         grad_norm: float | None,
     ) -> None:
         """A step is done; on the last stage ``losses`` holds what is reported of it."""
+        reports = self.transaction.last_reports if self.transaction is not None else []
+        losses = losses or _of_an_adopted_stage(reports)
         if "lm loss" in losses:
             loss = losses["lm loss"].item()
             norm = float(grad_norm) if grad_norm is not None else None
@@ -293,6 +300,9 @@ class Session:
     def evaluation_begins(self) -> Iterator[None]:
         """Around Megatron's evaluate."""
         self.evaluating = True
+        if self.transaction is not None:
+            self.transaction.evaluated.clear()
+        self._evaluations_after += int(self.training_over)
         try:
             with (self.watch or NO_WATCH).working(), self._reports_are_global():
                 yield
@@ -301,19 +311,26 @@ class Session:
 
     def evaluated(self, losses: Any, data_iterator: Any, seconds: float) -> None:
         """An evaluation is done; None when it broke off at a time limit."""
-        if losses and "lm loss" in losses:
+        if losses is None:
+            return
+        reports = self.transaction.evaluated if self.transaction is not None else []
+        losses = losses or _of_an_adopted_stage(reports)
+        if "lm loss" in losses:
             reporting.evaluation(self, losses["lm loss"].item(), data_iterator, seconds)
 
     def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
         """Megatron's save_checkpoint, tried again if a process dies in it."""
         started = time.monotonic()
+        written = True
         with (self.watch or NO_WATCH).saving():
             if self.resilient:
                 from megatron_ft.recover.saving import save
 
-                save(self, lambda: original(iteration, *args, **kwargs), iteration)
+                written = save(self, lambda: original(iteration, *args, **kwargs), iteration)
             else:
                 original(iteration, *args, **kwargs)
+        if not written:
+            return
         reporting.checkpoint(self, iteration, time.monotonic() - started)
         if self.observer.log.elected:
             note_checkpoint(iteration)
@@ -402,6 +419,18 @@ class Session:
         """This process serves a slot from now on."""
         reporting.slot_filled(self, fill, moved)
 
+    def adopted(self, adopt: Adopt, moved: Moved | None) -> None:
+        """This process serves a slot beside its own from now on."""
+        reporting.stage_adopted(self, adopt, moved)
+
+    def kind_of_data(self, training: bool) -> str:
+        """What is read now, for a process whose own stage reads nothing."""
+        if training:
+            return "train"
+        # After training Megatron evaluates on the validation data, then on the test data.
+        last = self.training_over and self._evaluations_after > int(self.args.do_valid)
+        return "test" if last else "valid"
+
     def lose_state(self) -> None:
         """What this process's slot holds is gone, although it lives: CheckFree's simulation.
 
@@ -433,6 +462,18 @@ class Session:
             self.transaction.speeds.forget()
         if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
             reporting.incident(self, repaired, self._how)
+
+
+def _of_an_adopted_stage(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The loss, where it is this process's adopted stage that computes it; else nothing."""
+    if not reports:
+        return {}
+    total, count = sum(report["lm loss"] for report in reports)
+    return {"lm loss": total / count}
+
+
+def _not_built(**kwargs: Any) -> Any:
+    raise AssertionError("nothing has been built yet")
 
 
 _current: Session | None = None

@@ -42,5 +42,5 @@ def new(census: Sequence[Row], what: str) -> list[str]:
     Args:
         what: `files` or `threads`.
     """
-    first, last = (Counter(row[what]) for row in first_and_last(census))
-    return sorted((last - first).elements())
+    first, last = first_and_last(census)
+    return sorted((Counter[str](last[what]) - Counter[str](first[what])).elements())

@@ -96,12 +96,13 @@ def weights() -> None:
     def train_ended(self: Session) -> None:
         original(self)
         assert self.world is not None
-        if self.world.slots and self.committed:
+        stages = [self] if self.hosting is None else [self, self.hosting.stage]
+        for slot, stage in zip(self.world.slots if self.committed else (), stages, strict=False):
             digest = hashlib.sha256()
-            of([p.data for chunk in self.model for p in chunk.parameters()], digest)
-            of(self.optimizer.state_dict(), digest)
+            of([p.data for chunk in stage.model for p in chunk.parameters()], digest)
+            of(stage.optimizer.state_dict(), digest)
             text = json.dumps({"committed": self.committed, "digest": digest.hexdigest()})
-            (directory / f"weights-{self.world.slots[0]}.json").write_text(text)
+            (directory / f"weights-{slot}.json").write_text(text)
 
     Session.train_ended = train_ended  # type: ignore[method-assign]
 
