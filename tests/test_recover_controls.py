@@ -42,9 +42,11 @@ def test_reduced_buckets_that_are_not_restored() -> None:
 
 @pytest.mark.slow
 def test_a_spare_that_keeps_its_gradients() -> None:
-    """Nobody mirrors replica 2: the spare computes some of its ids, on top of nothing."""
-    death = ("--ft-recover-policy", "versatile", "--ft-fault", "kill@3:slot=2:point=reduce")
-    faults = (*death, "--ft-fault", flags.WITH_SPARES)
+    """Nobody mirrors replicas 1 and 2, which die together: six ids are lost, more than there are
+    contributors left, so that the spare computes one of them, on top of nothing."""
+    deaths = [f"kill@3:slot={slot}:point=reduce" for slot in (1, 2)]
+    specs = [part for fault in (*deaths, flags.WITH_SPARES) for part in ("--ft-fault", fault)]
+    faults = ("--ft-recover-policy", "versatile", *specs)
     run = broken("no-forget", *faults, **flags.EIGHT)
     assert_noticed(run, reference(tuple(flags.EIGHT.items()), ()))
 
