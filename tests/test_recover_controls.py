@@ -10,6 +10,7 @@ import test_recover_flags as flags
 import test_recover_watch as watch
 from harness import Run, assert_same_training, launch
 from test_recover_matrix import reference
+from torch.distributed.checkpoint.api import CheckpointException
 
 # Minutes each: part of `make test-slow`.
 pytestmark = pytest.mark.slow
@@ -82,6 +83,6 @@ def test_metadata_of_what_a_broken_save_wrote(tmp_path: Path) -> None:
     save = checkpoint.saving(tmp_path, "torch_dist", every=4)
     death = ("--ft-fault", "kill@4:slot=3:point=save:n=2")
     run = broken("no-forgetting-of-writes", *save, *death, **checkpoint.REPLICAS)
-    with pytest.raises(Exception, match=""):
+    with pytest.raises((AssertionError, CheckpointException)):
         checkpoint.assert_goes_on(run, wanted, after=0)
         checkpoint.assert_holds_the_same(tmp_path, complete, 4)
