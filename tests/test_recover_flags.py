@@ -100,16 +100,18 @@ def test_spares_stand_in() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "death",
+    "deaths",
     [
-        "kill@4:slot=6:point=reduced",  # the spare
-        "kill@4:slot=2:point=reduce",  # a major that nobody mirrors
-        "kill@4:slot=7:point=forward",  # the minor
-        "kill@4:slot=0:point=forward:n=1",  # the mirrored major, before it contributed
+        ("kill@4:slot=6:point=reduced",),  # the spare
+        ("kill@4:slot=2:point=reduce",),  # a major that nobody mirrors
+        ("kill@4:slot=7:point=forward",),  # the minor
+        ("kill@4:slot=0:point=forward:n=1",),  # the mirrored major, before it contributed
+        # Two majors at once: more ids than contributors are left, so that the spare takes one.
+        ("kill@4:slot=1:point=reduce", "kill@4:slot=2:point=reduce"),
     ],
 )
-def test_a_death_with_spares(death: str) -> None:
-    run = with_deaths((WITH_SPARES, death), *VERSATILE, **EIGHT)
+def test_deaths_with_spares(deaths: tuple[str, ...]) -> None:
+    run = with_deaths((WITH_SPARES, *deaths), *VERSATILE, **EIGHT)
     assert_same_training(run, reference(tuple(EIGHT.items()), ()))
 
 
