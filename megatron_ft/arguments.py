@@ -233,6 +233,11 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--ckpt-format", default="torch_dist")
     options, _ = parser.parse_known_args(list(argv))
     validate_early(options)
+    try:
+        checkfree = checkfree_options.from_namespace(options)
+        mecefo = mecefo_options.from_flags(options)
+    except ValueError as error:
+        raise FtArgumentError(str(error)) from error
     return Early(
         tensor=options.tensor_model_parallel_size,
         pipeline=options.pipeline_model_parallel_size,
@@ -242,8 +247,8 @@ def early(argv: Sequence[str]) -> Early:
         num_slots=options.ft_world_size,
         options=options,
         gathers_optimizer=options.use_distributed_optimizer and options.ckpt_format == "torch",
-        checkfree=checkfree_options.from_namespace(options),
-        mecefo=mecefo_options.from_flags(options),
+        checkfree=checkfree,
+        mecefo=mecefo,
     )
 
 

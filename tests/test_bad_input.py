@@ -161,7 +161,9 @@ def test_flags_that_cannot_work(tmp_path: Path) -> None:
         for (name, (_, _, message)), said in zip(
             wanted.items(), json.loads(answers.read_text()), strict=True
         )
-        if (message is None) != (said is None) or (message or "") not in (said or "")
+        if (message is None) != (said is None)
+        or (message or "") not in (said or "")
+        or (said or "").startswith("NO REFUSAL")
     }
     assert not wrong
 

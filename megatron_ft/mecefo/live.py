@@ -37,7 +37,7 @@ class Mecefo:
         nodes_at: Who is degraded; asked once in each attempt, the same answer everywhere.
         replica: The replica that this process serves now.
         entered: Whether this process has come into a job that was under way.
-        optimizer: Megatron's, which is marked with what it must hold.
+        optimizer: Megatron's, of the stage that this process has built.
         emit: Writes an agreed event: name, kind, fields.
     """
 
@@ -58,25 +58,28 @@ class Mecefo:
         self._nodes_at = nodes_at
         self._replica = replica
         self._entered = entered
-        self._optimizer = optimizer
+        self._own_optimizer = optimizer
+        self._optimizers: list[Any] = [optimizer]
         self._emit = emit
         self._degraded: Degraded | None = None
         self._stages: list[int] = []
         self._announced: frozenset[Node] | None = None
         self._iteration = 0
 
-    def serve(self, chunks: Sequence[tuple[int, Any]]) -> None:
+    def serve(self, chunks: Sequence[tuple[int, Any]], *, optimizers: Sequence[Any] = ()) -> None:
         """This process runs these stages from now on: its own, and in an adoption another one.
 
         Between two steps, or in a repair after which this process computes the step anew.
 
         Args:
             chunks: Stage, from 0, and Megatron's DDP-wrapped chunk of it.
+            optimizers: Megatron's, of what is adopted, beside the own one.
 
         Raises:
             ValueError: A layer cannot be degraded; says what to use instead.
         """
         self.close()
+        self._optimizers = [self._own_optimizer, *optimizers]
         layers = [(stage, layer) for stage, chunk in chunks for layer in layers_of(chunk)]
         self._stages = [stage for stage, _ in layers]
         self._degraded = Degraded(
@@ -91,7 +94,7 @@ class Mecefo:
             self._degraded.discard()
             self._degraded.close()
             self._degraded = None
-        self._optimizer.ft_held = ()
+        self._hold(())
 
     # -- what the transaction calls --------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class Mecefo:
         changes by a death in its replica, or where all begin the step anew.
         """
         self.nodes = frozenset(n for n in self._nodes_at(iteration) if n.replica in set(live))
-        self._optimizer.ft_held = ()
+        self._hold(())
         mine = [node for node in self.nodes if node.replica == self._replica()]
         layers = self._served.layers
         on: list[int] = []
@@ -151,8 +154,7 @@ class Mecefo:
                 held += parameters
             else:
                 rescale(parameters, factor)
-        # Seen by a patch of the optimizer's step, which follows the vote.
-        self._optimizer.ft_held = held
+        self._hold(held)
 
     def discard(self) -> None:
         """What this process has computed of the step is void."""
@@ -178,6 +180,11 @@ class Mecefo:
     def assert_degraded(self, fault: object) -> None:
         """A fault has struck that degrades this process's node: it must be so already."""
         assert self.degraded_here, f"{fault}: no layer of this process is degraded"
+
+    def _hold(self, parameters: Sequence[Any]) -> None:
+        """Mark the optimizers, for a patch of their step, which follows the vote."""
+        for optimizer in self._optimizers:
+            optimizer.ft_held = parameters
 
     @property
     def _served(self) -> Degraded:

@@ -22,6 +22,7 @@ import megatron.core.tokenizers.text.libraries
 import megatron.training.arguments  # noqa: F401
 
 from megatron_ft import arguments
+from megatron_ft.faults.spec import FaultSpecError
 from megatron_ft.patches import cpu_device
 from megatron_ft.patches.registry import registry
 
@@ -32,7 +33,7 @@ def answer(world_size: int, flags: list[str]) -> str | None:
     try:
         early = arguments.early(flags)
         arguments.parse(has_gpu=False, default_backend="ulfm", strategy=early.strategy)
-    except arguments.FtArgumentError as error:
+    except (arguments.FtArgumentError, FaultSpecError) as error:
         return str(error)
     return None
 
