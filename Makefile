@@ -3,6 +3,7 @@
 
 PYTHON_ENV := .venv/bin/python
 PYTEST_ARGS ?=
+CAMPAIGN_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow lint campaign clean
@@ -27,8 +28,8 @@ lint: env ## ruff, and mypy --strict on the modules without torch and MPI
 	@$(PYTHON_ENV) -m ruff format --check .
 	@$(PYTHON_ENV) -m mypy
 
-campaign: env ## faults drawn at random, twenty jobs, each compared with an uninterrupted one
-	@$(PYTHON_ENV) -m pytest -m slow tests/test_recover_campaign.py $(PYTEST_ARGS)
+campaign: env ## run the ready fault campaigns and print their table; goes on where it was stopped
+	@$(PYTHON_ENV) tools/campaign.py examples/campaigns/*.yaml $(CAMPAIGN_ARGS)
 
 clean: ## remove .venv and caches
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,99 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import resource
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import runtime
+from megatron_ft.campaign import hooks
 from megatron_ft.runtime import main
-
-
-def census() -> None:
-    """Write down, after every step, what this process holds of things that could leak."""
-    import torch.distributed as dist
-
-    from megatron_ft.session import Session
-    from megatron_ft.world import registry
-
-    directory = Path(os.environ["RECOVER_CENSUS"])
-    original = Session.step_begins
-
-    @functools.wraps(original)
-    def step_begins(self: Session) -> Any:
-        process = self.world.process
-        counts = {
-            "epoch": self.epoch,
-            "iteration": self.iteration,
-            "groups": len(registry.live_groups()),
-            "torch_groups": len(dist.distributed_c10d._world.pg_map),
-            "threads": sorted(_threads()),
-            "files": sorted(_open_files()),
-            "resident": _resident(),
-        }
-        with open(directory / f"census-{process}.jsonl", "a") as file:
-            file.write(json.dumps(counts) + "\n")
-        return original(self)
-
-    Session.step_begins = step_begins  # type: ignore[method-assign]
-
-
-def _threads() -> Iterator[str]:
-    """Names of Python's threads, and the numbers of those that others have started."""
-    named = {thread.native_id: thread.name for thread in threading.enumerate()}
-    for handle in os.listdir("/proc/self/task"):
-        yield named.get(int(handle), handle)
-
-
-def _open_files() -> Iterator[str]:
-    for handle in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            yield os.readlink(handle)
-
-
-def _resident() -> int:
-    """Bytes of memory that are this process's own and present; not the pages of files."""
-    present, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return (present - of_files) * resource.getpagesize()
-
-
-def weights() -> None:
-    """At the end of training, write down what this process's slot holds: weights and optimizer."""
-    import hashlib
-
-    import torch
-
-    from megatron_ft.session import Session
-
-    directory = Path(os.environ["RECOVER_CENSUS"])
-    original = Session.train_ended
-
-    def of(value: Any, into: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            into.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                of(value[key], into)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                of(item, into)
-
-    @functools.wraps(original)
-    def train_ended(self: Session) -> None:
-        original(self)
-        if self.world.slots and self.committed:
-            digest = hashlib.sha256()
-            of([p.data for chunk in self.model for p in chunk.parameters()], digest)
-            of(self.optimizer.state_dict(), digest)
-            text = json.dumps({"committed": self.committed, "digest": digest.hexdigest()})
-            (directory / f"weights-{self.world.slots[0]}.json").write_text(text)
-
-    Session.train_ended = train_ended  # type: ignore[method-assign]
 
 
 def rebuilds() -> None:
@@ -158,24 +74,6 @@ def rebuilds() -> None:
     StepTransaction._rehearse, StepTransaction.vote = rehearsed, vote  # type: ignore[method-assign]
 
 
-def leak() -> None:
-    """A group and a file more at each repair."""
-    import torch.distributed as dist
-
-    from megatron_ft.world.world import World
-
-    original = World._install
-    kept = []
-
-    @functools.wraps(original)
-    def install(self: World, outcome: Any) -> None:
-        original(self, outcome)
-        kept.append(os.dup(0))
-        kept.append(dist.new_group([self.label], use_local_synchronization=True))
-
-    World._install = install  # type: ignore[method-assign]
-
-
 def stray() -> None:
     """Slot 1 once waits in a barrier of all, in the middle of step 3, where nobody meets it."""
     import torch.distributed as dist
@@ -209,17 +107,6 @@ def full_disk() -> None:
         return original(self)
 
     Session.step_begins = step_begins  # type: ignore[method-assign]
-
-
-def no_restore() -> None:
-    """Buckets that were reduced with the dead are taken for local gradients."""
-    from megatron_ft.recover.buckets import BucketSnapshots
-
-    def restore(self: BucketSnapshots, epoch: int) -> int:
-        self.drop()
-        return 0
-
-    BucketSnapshots.restore = restore  # type: ignore[method-assign]
 
 
 def no_forget() -> None:
@@ -259,34 +146,21 @@ def no_forgetting_of_writes() -> None:
 
 
 EXTRAS: dict[str, Callable[[], None]] = {
-    "census": census,
+    **hooks.LOOKS,
+    **hooks.SABOTAGE,
     "full-disk": full_disk,
-    "leak": leak,
     "no-compact": no_compact,
     "no-forget": no_forget,
     "no-forgetting-of-writes": no_forgetting_of_writes,
-    "no-restore": no_restore,
     "no-scaler": no_scaler,
     "no-waits": no_waits,
     "rebuilds": rebuilds,
     "stray": stray,
-    "weights": weights,
 }
 
 
-def _after_start(extras: list[str]) -> None:
-    """Run the extras once this process is connected, before Megatron is imported."""
-    original = runtime._live
-
-    @functools.wraps(original)
-    def live(*args: Any, **kwargs: Any) -> Any:
-        for extra in extras:
-            EXTRAS[extra]()
-        return original(*args, **kwargs)
-
-    runtime._live = live
-
-
 if __name__ == "__main__":
-    _after_start(os.environ["RECOVER_TEST"].split(","))
+    if "RECOVER_CENSUS" in os.environ:
+        os.environ[hooks.FOLDER] = os.environ["RECOVER_CENSUS"]
+    hooks.run_after_start(os.environ["RECOVER_TEST"].split(","), EXTRAS)
     sys.exit(main())

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch
+
+from megatron_ft.campaign.census import COUNTED, MEGABYTE, growth, new
 
 DEATHS = (
     "kill@2:slot=3:point=forward:n=1",
@@ -28,7 +29,6 @@ DEATHS = (
 SURVIVOR = 4
 REPLICAS = {"tp": 1, "pp": 1, "dp": 8, "iters": 24, "per_replica": 2}
 FLAGS = ("--ft-recover", "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-MEGABYTE = 1 << 20
 
 
 @functools.cache
@@ -48,27 +48,9 @@ def shrink(tmp_path: Path, *extras: str) -> tuple[Run, list[dict[str, Any]]]:
     )
     assert run.returncode == 0, run.output[-4000:]
     lines = (tmp_path / f"census-{SURVIVOR}.jsonl").read_text().splitlines()
-    return run, [json.loads(line) for line in lines]
-
-
-def first_and_last(census: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """After the first repair, which allocates what repairs need, and at the end."""
-    repaired = [row for row in census if row["epoch"] > 0]
-    assert {row["epoch"] for row in repaired} == set(range(1, len(DEATHS) + 1))
-    # A step later, when reading ahead and allocators have settled.
-    return [row for row in repaired if row["epoch"] == 1][1], repaired[-1]
-
-
-def growth(census: list[dict[str, Any]], what: str) -> int:
-    first, last = first_and_last(census)
-    return int(last[what] - first[what])
-
-
-def new(census: list[dict[str, Any]], what: str) -> list[str]:
-    """What of several kinds the process has more of at the end."""
-    first, last = (Counter(row[what]) for row in first_and_last(census))
-    assert not first - last, first - last
-    return sorted((last - first).elements())
+    census = [json.loads(line) for line in lines]
+    assert {row["epoch"] for row in census} == set(range(len(DEATHS) + 1)), "all repairs counted"
+    return run, census
 
 
 def test_eight_replicas_fall_to_one(tmp_path: Path) -> None:
@@ -84,11 +66,11 @@ def test_eight_replicas_fall_to_one(tmp_path: Path) -> None:
     print("repair_s:", " ".join(f"{s:.4f}" for s in repairs), "median", statistics.median(repairs))
     assert statistics.median(repairs) <= 1.0
 
-    for what in ("groups", "torch_groups"):
+    for what in COUNTED:
         assert growth(census, what) == 0, [row[what] for row in census]
     # The last one writes for all, and takes orders, when those of lower slots are gone.
-    assert new(census, "threads") == ["ft-control"]
-    events, listening = new(census, "files")
+    assert new(census, "threads") == {"ft-control": 1}
+    events, listening = sorted(new(census, "files"))
     assert events == str(run.directory / "events.jsonl")
     assert listening.startswith("socket:")
     print("resident MB:", [row["resident"] // MEGABYTE for row in census])
@@ -100,5 +82,4 @@ def test_a_leak_is_noticed(tmp_path: Path) -> None:
     """The negative control: with a group and a file more at each repair the counts grow."""
     _, census = shrink(tmp_path, "leak")
     assert growth(census, "groups") == growth(census, "torch_groups") == len(DEATHS) - 1
-    first, last = first_and_last(census)
-    assert len(last["files"]) - len(first["files"]) >= len(DEATHS) - 1
+    assert new(census, "files").total() >= len(DEATHS) - 1

@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+SCRIPTS = ("pretrain_llama_ft.py", "campaign_rank.py")
+"""What a rank runs."""
 LOOK_S = 2.0
 """Between two looks at what the processes hold."""
 
@@ -192,7 +194,7 @@ def ranks_of(run_dir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        is_rank = "pretrain_llama_ft.py" in " ".join(words[:2]) and "python" in words[0]
+        is_rank = words[1:2] and Path(words[1]).name in SCRIPTS and "python" in words[0]
         if is_rank and str(run_dir) in words:
             found.append(process)
     return sorted(found, key=lambda process: process.pid)
