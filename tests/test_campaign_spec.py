@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
-from megatron_flags import parse
+from harness import ROOT, data_prefix
 
+from megatron_ft.campaign.checks import CHECKS
 from megatron_ft.campaign.job import HOOKED_SCRIPT, SCRIPT, case_command, setting_command
 from megatron_ft.campaign.located import CampaignError
-from megatron_ft.campaign.reading import read_campaign, read_campaigns
+from megatron_ft.campaign.reading import CASE, read_campaign, read_campaigns
+from megatron_ft.campaign.reading_expectations import KNOWN
 from megatron_ft.campaign.spec import Count, End, Model
 from megatron_ft.faults.spec import parse as parse_fault
 from megatron_ft.topology import Topology
@@ -168,14 +173,41 @@ def test_what_grows_is_counted_where_one_process_is_a_replica(tmp_path: Path) ->
 # --- those that are ready ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
-def test_ready_campaigns_have_flags_that_there_are(path: Path) -> None:
-    for case in read_campaign(path).cases:
-        for command in (
-            case_command(case, Path("runs/x"), "data/x"),
-            setting_command(case.setting, Path("runs/x"), "data/x"),
-        ):
-            parse(command[6:])
+def test_ready_campaigns_have_flags_that_go_together(tmp_path: Path) -> None:
+    """Megatron's parser and every refusal, all in one process so that Megatron is imported once."""
+    asked: dict[str, list[object]] = {}
+    for campaign in read_campaigns(READY):
+        for case in campaign.cases:
+            slots = case.setting.topology.num_slots
+            command = case_command(case, tmp_path, data_prefix())
+            asked[case.title] = [slots, command[6:]]
+            fault_free = setting_command(case.setting, tmp_path, data_prefix())
+            asked[f"{case.title}, fault-free"] = [slots, fault_free[6:]]
+    cases, answers = tmp_path / "cases.json", tmp_path / "answers.json"
+    cases.write_text(json.dumps([*asked.values(), [2, ["--ft-checkfree"]]]))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/workers/flags_worker.py"), str(cases), str(answers)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    *said, control = json.loads(answers.read_text())
+    assert control is not None, "what cannot work is refused"
+    assert {name: text for name, text in zip(asked, said, strict=True) if text} == {}
+
+
+def test_the_example_of_the_page_can_be_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "campaigns.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    campaign = read_campaign(written(tmp_path, block))
+    assert [case.is_control for case in campaign.cases] == [False, True]
+    for check in CHECKS:
+        assert f"`{check}`" in page, check
+    for known in (*CASE, *KNOWN, "sabotage", "must_fail"):
+        assert f"`{known}`" in page or f"{known}:" in page, known
 
 
 def test_ready_campaigns_cover_what_they_should() -> None:

@@ -158,7 +158,7 @@ def test_llama_7b_says_what_is_missing(env: dict[str, str], says: str) -> None:
 # --- without an environment ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["demo.sh", "tiny_llama.sh", "llama_7b.sh"])
+@pytest.mark.parametrize("name", ["demo.sh", "tiny_llama.sh", "llama_7b.sh", "all_strategies.sh"])
 def test_without_venv_an_example_says_what_makes_it(name: str, tmp_path: Path) -> None:
     copy = copy_of_the_repository(tmp_path, with_venv=False)
     done = run_script(name, cwd=copy, **REQUIRED)
