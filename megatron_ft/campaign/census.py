@@ -38,8 +38,8 @@ def growth(census: Sequence[Row], what: str) -> int:
 
 def new(census: Sequence[Row], what: str) -> Counter[str]:
     """What of several kinds the process has more of at the end, and how many: files, threads."""
-    first, last = (Counter(row[what]) for row in first_and_last(census))
-    return last - first
+    first, last = first_and_last(census)
+    return Counter[str](last[what]) - Counter[str](first[what])
 
 
 def leaked(census: Sequence[Row]) -> list[str]:
