@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from campaign_child import finished
 
+from megatron_ft.campaign.census import MEGABYTE
 from megatron_ft.campaign.checks import CHECKS, Ended, judge
 from megatron_ft.campaign.doctor import DOCTORINGS, blind_spots
 from megatron_ft.campaign.recorded import Run
@@ -212,3 +214,32 @@ def test_a_control_must_fail_where_it_says_and_nowhere_else(run: Run, reference:
     assert not passed(control("losses", faults=(FAULT, "kill@6:slot=0")), short)
     outcome = conclude(control("losses"), run, Ended(), reference, 1.0)
     assert "must fail losses, and is green there" in outcome.problems[0]
+
+
+def counted(run: Run, *last: str, groups: int = 7, threads: tuple[str, ...] = ()) -> Run:
+    """The run, with a census of process 0 that holds these files and threads more at the end."""
+    own = ["/dev/null", "socket:[1]"]
+    rows = [
+        {
+            **{"epoch": min(iteration // 4, 2), "iteration": iteration, "torch_groups": 5},
+            "groups": groups if iteration == ITERATIONS else 7,
+            "files": [*own, *last] if iteration == ITERATIONS else own,
+            "threads": ["MainThread", *(threads if iteration == ITERATIONS else ())],
+            "resident": 100 * MEGABYTE + iteration * 1000,
+        }
+        for iteration in range(1, ITERATIONS + 1)
+    ]
+    (run.directory / "dumps" / "census-0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return run
+
+
+def test_what_may_pile_up_and_what_may_not(run: Run, reference: Run) -> None:
+    case = expecting(growth=Growth(process=0, resident_mb=1))
+    own = ("/runs/a/events.jsonl", "socket:[2]")  # of who writes for all by then
+    assert red(case, counted(run, *own, threads=("ft-control",)), reference) == set()
+    assert red(case, counted(run, *own, "socket:[3]"), reference) == {"growth"}
+    assert red(case, counted(run, "/dev/null"), reference) == {"growth"}
+    assert red(case, counted(run, threads=("ft-spawn",)), reference) == {"growth"}
+    assert red(case, counted(run, groups=8), reference) == {"growth"}
+    less = expecting(growth=Growth(process=0, resident_mb=0.001))
+    assert red(less, counted(run), reference) == {"growth"}

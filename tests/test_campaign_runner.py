@@ -135,7 +135,7 @@ def test_what_was_run_by_other_code_or_from_another_file_is_run_again(
 def test_the_code_is_all_that_runs(tmp_path: Path) -> None:
     for name in ("megatron_ft/world", "patches", "tools"):
         (tmp_path / name).mkdir(parents=True)
-    files = ["pretrain_llama_ft.py", "megatron_ft/world/a.py", "patches/b.py", "tools/c.py"]
+    files = ["megatron_ft/world/a.py", "patches/b.py", *runner.SCRIPTS]
     for name in files:
         (tmp_path / name).write_text("1\n")
     before = code_digest(tmp_path)

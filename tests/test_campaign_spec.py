@@ -176,13 +176,15 @@ def test_what_grows_is_counted_where_one_process_is_a_replica(tmp_path: Path) ->
 def test_ready_campaigns_have_flags_that_go_together(tmp_path: Path) -> None:
     """Megatron's parser and every refusal, all in one process so that Megatron is imported once."""
     asked: dict[str, list[object]] = {}
-    for campaign in read_campaigns(READY):
-        for case in campaign.cases:
-            slots = case.setting.topology.num_slots
-            command = case_command(case, tmp_path, data_prefix())
-            asked[case.title] = [slots, command[6:]]
+    seen = set()
+    for case in (case for campaign in read_campaigns(READY) for case in campaign.cases):
+        slots = case.setting.topology.num_slots
+        if (alike := (case.setting, case.strategies, case.spares)) not in seen:
+            asked[case.title] = [slots, case_command(case, tmp_path, data_prefix())[6:]]
+        if case.setting not in seen:
             fault_free = setting_command(case.setting, tmp_path, data_prefix())
             asked[f"{case.title}, fault-free"] = [slots, fault_free[6:]]
+        seen |= {alike, case.setting}
     cases, answers = tmp_path / "cases.json", tmp_path / "answers.json"
     cases.write_text(json.dumps([*asked.values(), [2, ["--ft-checkfree"]]]))
     done = subprocess.run(

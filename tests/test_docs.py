@@ -117,7 +117,7 @@ def check(command: Command) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert all(target in targets for target in rest), f"targets are {targets}"
         if "campaign" in rest:
-            assert (ROOT / "examples" / "campaign.sh").exists()
+            assert list((ROOT / "examples" / "campaigns").glob("*.yaml"))
     elif program == "sbatch" or program.startswith("examples/"):
         script = rest[0] if program == "sbatch" else program
         _check_script(script, command.environment, rest[1:] if program == "sbatch" else rest)
@@ -297,12 +297,14 @@ def test_the_table_of_flags_has_their_defaults() -> None:
 # --- commands that are run -----------------------------------------------------------------------
 
 
-def shell(script: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def shell(
+    script: str, cwd: Path, timeout: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=cwd,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

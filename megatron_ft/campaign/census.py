@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ft.observe.rundir import EVENTS
+
 Row = dict[str, Any]
-"""`epoch`, `iteration`, `groups`, `torch_groups`, `threads`, `files`, `resident`."""
+"""`epoch`, `iteration`; numbers: `groups`, `torch_groups`, `resident` in bytes; names: `threads`,
+`files`."""
 
 COUNTED = ("groups", "torch_groups")
-WRITERS_THREADS = 1
-"""Threads more of who writes for all: it takes orders."""
-WRITERS_FILES = 2
-"""Open files more of who writes for all: the event log and the socket for orders."""
+"""What may not grow at all."""
 MEGABYTE = 1 << 20
 
 
@@ -36,11 +36,19 @@ def growth(census: Sequence[Row], what: str) -> int:
     return int(last[what] - first[what])
 
 
-def new(census: Sequence[Row], what: str) -> list[str]:
-    """What of several named kinds the process has more of at the end than after the first repair.
-
-    Args:
-        what: `files` or `threads`.
-    """
+def new(census: Sequence[Row], what: str) -> Counter[str]:
+    """What of several kinds the process has more of at the end, and how many: files, threads."""
     first, last = first_and_last(census)
-    return sorted((Counter[str](last[what]) - Counter[str](first[what])).elements())
+    return Counter[str](last[what]) - Counter[str](first[what])
+
+
+def leaked(census: Sequence[Row]) -> list[str]:
+    """Files and threads that a process which lives through has no reason to hold.
+
+    Whoever serves the highest live slot writes for all and takes orders: it has the events' file
+    open, listens on a socket, and has a thread that does.
+    """
+    files, threads = new(census, "files"), new(census, "threads")
+    sockets = [name for name in files.elements() if name.startswith("socket:")]
+    more = [n for n in files.elements() if n not in sockets and not n.endswith(EVENTS)]
+    return [*more, *sockets[1:], *(threads - Counter(["ft-control"])).elements()]

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.campaign import compare
-from megatron_ft.campaign.census import (
-    COUNTED,
-    MEGABYTE,
-    WRITERS_FILES,
-    WRITERS_THREADS,
-    growth,
-    new,
-)
+from megatron_ft.campaign.census import COUNTED, MEGABYTE, growth, leaked
 from megatron_ft.campaign.recorded import Run
 from megatron_ft.campaign.spec import Case, Growth
 
@@ -150,18 +143,15 @@ def _weights(case: Case, run: Run) -> Iterator[str]:
 def _growth(limit: Growth, census: Sequence[dict[str, Any]]) -> Iterator[str]:
     try:
         grown = {what: growth(census, what) for what in (*COUNTED, "resident")}
-        files, threads = (new(census, what) for what in ("files", "threads"))
+        more = leaked(census)
     except ValueError as error:
         yield f"process {limit.process}: {error}"
         return
     for what in COUNTED:
         if grown[what]:
             yield f"{grown[what]} more {what} than after the first repair"
-    # Who writes for all becomes so when the writer before has died.
-    if len(files) > WRITERS_FILES:
-        yield f"{len(files)} more open files than after the first repair: {', '.join(files)}"
-    if len(threads) > WRITERS_THREADS:
-        yield f"{len(threads)} more threads than after the first repair: {', '.join(threads)}"
+    if more:
+        yield f"{len(more)} more files or threads than after the first repair: {more[:3]}"
     if grown["resident"] > limit.resident_mb * MEGABYTE:
         yield f"{grown['resident'] / MEGABYTE:.0f} MB more than after the first repair"
 

@@ -25,7 +25,8 @@ from megatron_ft.campaign.spec import Case, Setting
 RESULT = "result.json"
 REFERENCES = "fault-free"
 REFERENCE_SECONDS = 300.0
-CODE = ("megatron_ft", "patches", "tools")
+CODE = ("megatron_ft", "patches")
+SCRIPTS = (job.SCRIPT, job.HOOKED_SCRIPT, "tools/punisher.py")
 
 
 class Runner:
@@ -262,8 +263,8 @@ def _control(case: Case, found: Sequence[Problem]) -> tuple[bool, list[str]]:
 def code_digest(root: Path = job.ROOT) -> str:
     """Of all code that a campaign runs: a result of other code is not kept."""
     digest = hashlib.sha256()
-    files = [root / job.SCRIPT, *(p for name in CODE for p in (root / name).rglob("*.py"))]
-    for file in sorted(files):
+    modules = [path for name in CODE for path in (root / name).rglob("*.py")]
+    for file in sorted([*modules, *(root / name for name in SCRIPTS)]):
         digest.update(f"{file.relative_to(root)}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

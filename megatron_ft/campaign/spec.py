@@ -60,7 +60,7 @@ class Growth:
 
     process: int
     resident_mb: float
-    """Groups, torch groups and threads may not grow at all."""
+    """Groups, files and threads may not grow at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
