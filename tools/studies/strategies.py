@@ -1,0 +1,441 @@
+"""Time to a target loss: what each strategy makes of the same failures, at 5, 10 and 16 % per hour.
+
+A job of four stages for checkpoint and restart, redundant computation, CheckFree and CheckFree+;
+four replicas of one stage for ReCoVer; 2 x 2 for the ladder; 2 x 4 for MeCeFO. All see the same
+samples. What an iteration takes on this machine says little (four processes share its cores), so
+time is counted in iterations of the paper, 91.3 s, each times what it costs with the strategy:
+measured, from the simulator, or by counting. How each is counted is in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_ft.checkfree.options import DEFAULT_SWAP_SHARE
+
+from . import failures, plots, timing
+from .ablation import describe
+from .cells import Cell, Setup
+from .grid import Found, Grid, look_up
+from .options import Options
+from .report import Report, Table
+from .results import Result
+from .statistics import Curve, elapsed, first_below, increases, spread, value_at
+from .swap_share import flags_of
+
+NAME = "strategies"
+RATES = (0.05, 0.10, 0.16)
+SAVE_INTERVAL = 100
+"""The paper's."""
+DRAWN = 40
+"""Attempts drawn for with checkpoints, in runs."""
+OUTAGE_H = 2.0
+"""MeCeFO: hours until a node is back, as in the paper's high scenario."""
+
+STAGES, REPLICAS, LADDER, NODES = "4 x 1", "1 x 4", "2 x 2", "2 x 4"
+"""The jobs: stages x replicas."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table."""
+
+    name: str
+    job: str
+    how: str
+    """How its time is counted."""
+    real: bool = True
+    """Whether it has runs of its own; else its losses are those without failures."""
+
+
+CHECKPOINT = Strategy(
+    "checkpoint and restart",
+    STAGES,
+    f"a checkpoint every {SAVE_INTERVAL} iterations; what is done again counts, restarts take no "
+    "time; real restarts with the first seed, whose losses are those without failures",
+)
+REDUNDANT = Strategy(
+    "redundant computation",
+    STAGES,
+    "computed: losses of no failure, a step and its forward passes once more (measured)",
+    real=False,
+)
+CHECKFREE = Strategy("CheckFree", STAGES, "1 for each iteration; losses of middle stages only")
+PLUS = Strategy("CheckFree+", STAGES, "the simulator's time of its routes")
+VERSATILE = Strategy("ReCoVer versatile", REPLICAS, "the largest quota of a replica")
+ADAPTIVE = Strategy("ReCoVer adaptive", REPLICAS, "1; the batch shrinks")
+MECEFO = Strategy("MeCeFO", NODES, "the simulator's time while a neighbour runs two stages")
+ALL = Strategy("all together", LADDER, "the simulator's time of its routes, the largest quota")
+STRATEGIES = (CHECKPOINT, REDUNDANT, CHECKFREE, PLUS, VERSATILE, ADAPTIVE, MECEFO, ALL)
+
+
+def setups(options: Options) -> dict[str, Setup]:
+    iterations = options.iterations
+    return {
+        STAGES: Setup(iterations=iterations),
+        REPLICAS: Setup(pipeline=1, data=4, micro_batch=4, iterations=iterations),
+        LADDER: Setup(pipeline=2, data=2, micro_batch=4, iterations=iterations),
+        NODES: Setup(pipeline=2, data=4, micro_batch=4, iterations=iterations),
+    }
+
+
+BASELINE_FLAGS = {
+    STAGES: ("--ft-checkfree",),
+    REPLICAS: ("--ft-recover",),
+    LADDER: ("--ft-recover",),
+    NODES: ("--ft-recover",),
+}
+
+
+def none_of(job: str) -> str:
+    return f"no failure, {job}"
+
+
+def name_of(strategy: Strategy, rate: float) -> str:
+    return f"{strategy.name}, {100 * rate:g} %"
+
+
+def draw(
+    options: Options, rate: float, seed: int, setup: Setup, runs: int = 1
+) -> tuple[failures.Loss, ...]:
+    """Losses of the slots of a job, or of the stages where it has one replica."""
+    return failures.draw(
+        rate,
+        seed=seed,
+        iterations=setup.iterations * runs,
+        num_stages=setup.slots,
+        iteration_s=options.iteration_s or failures.PAPER_ITERATION_S,
+    )
+
+
+def starts(options: Options, rate: float, seed: int) -> tuple[failures.Start, ...]:
+    """How checkpoint and restart goes."""
+    setup = setups(options)[STAGES]
+    return failures.starts(
+        draw(options, rate, seed, setup, DRAWN),
+        drawn=setup.iterations * DRAWN,
+        iterations=setup.iterations,
+        save_interval=SAVE_INTERVAL,
+    )
+
+
+def grid(options: Options) -> Grid:
+    jobs, found = setups(options), Grid()
+    for seed in options.seeds:
+        for job, setup in jobs.items():
+            found[none_of(job), seed] = Cell(
+                name=f"no failure, {job}, seed {seed}",
+                setup=setup,
+                seed=seed,
+                flags=BASELINE_FLAGS[job],
+            )
+        for rate in RATES:
+            for strategy in STRATEGIES:
+                # Restarts change no loss; that is checked with one seed, and costs minutes.
+                if strategy.real and (strategy != CHECKPOINT or seed == options.seeds[0]):
+                    found[name_of(strategy, rate), seed] = _cell(options, strategy, rate, seed)
+    return found
+
+
+def _cell(options: Options, strategy: Strategy, rate: float, seed: int) -> Cell:
+    setup = setups(options)[strategy.job]
+    losses = draw(options, rate, seed, setup)
+    share = flags_of(str(DEFAULT_SWAP_SHARE))
+    make = _maker(f"strategies: {name_of(strategy, rate)}, seed {seed}", setup, seed)
+    if strategy == CHECKPOINT:
+        plan = starts(options, rate, seed)
+        return make(flags=("--ft-checkfree",), starts=plan, save_interval=SAVE_INTERVAL)
+    if strategy == CHECKFREE:
+        kept = failures.of_stages(losses, failures.middle(setup.pipeline))
+        return make(flags=("--ft-checkfree",), faults=failures.lose_stages(kept))
+    if strategy == PLUS:
+        kept, _ = failures.survivable(losses, setup.pipeline)
+        return make(flags=share, faults=failures.lose_stages(kept))
+    if strategy in (VERSATILE, ADAPTIVE):
+        policy = strategy.name.rpartition(" ")[2]
+        return make(
+            flags=("--ft-recover", "--ft-recover-policy", policy),
+            faults=failures.kills(failures.shrinking(losses, setup.data)),
+        )
+    if strategy == MECEFO:
+        return make(
+            flags=("--ft-recover", "--ft-mecefo"),
+            faults=failures.degrades(outages(options, rate, seed)),
+        )
+    assert strategy == ALL
+    mecefo = ("--ft-mecefo",) if "--ft-mecefo" in options.flags_known else ()
+    return make(
+        flags=("--ft-recover", *share, *mecefo, "--ft-respawn"),
+        faults=failures.kills(losses),
+        may_miss=True,
+    )
+
+
+def _maker(name: str, setup: Setup, seed: int) -> Callable[..., Cell]:
+    return lambda **more: Cell(name=name, setup=setup, seed=seed, **more)
+
+
+def outages(options: Options, rate: float, seed: int) -> tuple[failures.Outage, ...]:
+    """MeCeFO: slots that are lost, each for ``OUTAGE_H``."""
+    setup = setups(options)[NODES]
+    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    return failures.outages_of(
+        draw(options, rate, seed, setup),
+        round(OUTAGE_H * 3600 / seconds),
+        iterations=setup.iterations,
+        pipeline=setup.pipeline,
+        data=setup.data,
+    )
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of one training: its validation, and what its iterations cost."""
+
+    validation: Curve
+    elapsed: Callable[[float], float]
+    """Iteration -> iterations of the paper until then."""
+
+
+def course(
+    options: Options, strategy: Strategy, rate: float, seed: int, found: Found
+) -> Course | None:
+    """None where the runs that it needs are not there."""
+    base = found.of(none_of(strategy.job)).get(seed)
+    own = found.of(name_of(strategy, rate)).get(seed)
+    setup = setups(options)[strategy.job]
+    if strategy in (CHECKPOINT, REDUNDANT):
+        if base is None:
+            return None
+        validation = base.validation if own is None else own.validation
+        if strategy == CHECKPOINT:
+            plan = starts(options, rate, seed)
+            return Course(validation, lambda until: failures.attempts_until(plan, until))
+        factor = redundant_factor(base)
+        return Course(validation, lambda until: factor * until)
+    if own is None:
+        return None
+    costs = costs_of(options, strategy, rate, seed, own, setup)
+    return Course(own.validation, lambda until: elapsed(costs, until))
+
+
+def costs_of(
+    options: Options, strategy: Strategy, rate: float, seed: int, own: Result, setup: Setup
+) -> list[float]:
+    """What each iteration costs, in units of a normal one."""
+    quotas = [max(1.0, timing.quota_cost(q, setup.microbatches)) for q in own.max_quotas]
+    if strategy == VERSATILE:
+        return quotas
+    if strategy in (PLUS, ALL):
+        factor = timing.swap_cost(setup.pipeline, setup.microbatches, Fraction(DEFAULT_SWAP_SHARE))
+        return [factor * quota for quota in quotas]
+    if strategy == MECEFO:
+        during = [
+            (
+                *(outage.iteration, outage.duration),
+                timing.adoption_cost(setup.pipeline, setup.microbatches, outage.slot // setup.data),
+            )
+            for outage in outages(options, rate, seed)
+        ]
+        return timing.of_degraded(setup.iterations, during)
+    return [1.0] * setup.iterations
+
+
+def redundant_factor(base: Result) -> float:
+    """From the steps and the evaluations of a run."""
+    eval_iters = int(base.cell["setup"]["eval_iters"])
+    return timing.redundant_cost(base.median_step_s(10), base.forward_only_s(eval_iters))
+
+
+def target_of(options: Options, found: Found) -> float | None:
+    """The validation loss that is to be reached."""
+    if options.target_loss is not None:
+        return options.target_loss
+    base = found.of(none_of(STAGES)).values()
+    at = 0.75 * options.iterations
+    return spread([value_at(r.validation, at) for r in base]).mean if base else None
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def report(options: Options, results: Mapping[str, Result]) -> Report:
+    found = look_up(grid(options), results)
+    made = Report(NAME, "Strategies under the same failures", setting(options, found))
+    target = target_of(options, found)
+    if target is None:
+        made.findings.append("The runs without failures are not there yet.")
+        return made
+    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    hours: dict[str, list[list[float]]] = {}
+    rows: list[tuple[str, ...]] = []
+    for job in setups(options):
+        values = list(found.perplexities(none_of(job)).values())
+        if values:
+            curves = [result.validation for result in found.of(none_of(job)).values()]
+            reached = [first_below(curve, target) for curve in curves]
+            times = [at * seconds / 3600 for at in reached if at is not None]
+            head = (f"no failure, {job}", "-", spread(values).text(), "-", "-")
+            rows.append((*head, *_times(times, len(reached))))
+    for strategy in STRATEGIES:
+        for rate in RATES:
+            row, times = _row(options, strategy, rate, found, target)
+            if row is not None:
+                rows.append(row)
+            hours.setdefault(strategy.name, []).append(times)
+    made.tables.append(
+        Table(
+            f"Validation loss {target:.3f}",
+            (
+                *("strategy, stages x replicas", "per hour", "perplexity at the end"),
+                *("over no failure", "failures struck", "hours to the target", "reached by"),
+            ),
+            rows,
+        )
+    )
+    made.tables.append(
+        Table(
+            "What an iteration counts",
+            ("strategy", "in iterations of 1"),
+            [(strategy.name, strategy.how) for strategy in STRATEGIES],
+        )
+    )
+    base = found.of(none_of(STAGES))
+    if base:
+        factors = [redundant_factor(result) for result in base.values()]
+        made.findings.append(
+            f"Redundant computation costs {spread(factors).text()} of an iteration here, measured "
+            "(the paper: 151 s over 91.3 s, 1.65)."
+        )
+        made.numbers["redundant_factor"] = factors
+    made.findings += _orders(hours)
+    made.findings += _checkpoint_check(options, found)
+    made.numbers |= {"target": target, "hours": hours, "rates": RATES}
+    there = {name: values for name, values in hours.items() if any(values)}
+    if there:
+        made.figures["hours"] = lambda path: plots.bars(
+            path,
+            [f"{100 * rate:g} % per hour" for rate in RATES],
+            there,
+            title=f"Hours to validation loss {target:.3f} (an iteration: {seconds:g} s)",
+            ylabel="hours",
+        )
+    worst = {
+        strategy.name: lines
+        for strategy in STRATEGIES
+        if (lines := _lines(options, strategy, RATES[-1], found, seconds))
+    }
+    if worst:
+        made.figures["curves"] = lambda path: plots.curves(
+            path,
+            worst,
+            title=f"Validation loss at {100 * RATES[-1]:g} % per hour, first seed",
+            xlabel=f"hours (an iteration: {seconds:g} s)",
+            ylabel="validation loss",
+            target=target,
+        )
+    return made
+
+
+def _row(
+    options: Options, strategy: Strategy, rate: float, found: Found, target: float
+) -> tuple[tuple[str, ...] | None, list[float]]:
+    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    courses = [course(options, strategy, rate, seed, found) for seed in options.seeds]
+    there = [c for c in courses if c is not None]
+    if not there:
+        return None, []
+    reached = [(c, first_below(c.validation, target)) for c in there]
+    times = [c.elapsed(at) * seconds / 3600 for c, at in reached if at is not None]
+    own = found.of(name_of(strategy, rate))
+    values = found.perplexities(name_of(strategy, rate))
+    base = found.perplexities(none_of(strategy.job))
+    gains = increases(values, base)
+    row = (
+        f"{strategy.name}, {strategy.job}",
+        f"{100 * rate:g} %",
+        spread(list(values.values())).text() if values else "as without",
+        f"{100 * spread(gains).mean:+.2f} %" if gains else "-",
+        ", ".join(str(_struck(result)) for result in own.values()) or "-",
+        *_times(times, len(there)),
+    )
+    return row, times
+
+
+def _struck(result: Result) -> int:
+    """Failures of a run; those of restarted jobs are in its starts."""
+    restarts = max(0, len(result.cell["starts"]) - 1)
+    return restarts or result.faults_fired
+
+
+def _times(times: list[float], count: int) -> tuple[str, str]:
+    return (spread(times).text(2) if times else "-", f"{len(times)} of {count}")
+
+
+def _lines(
+    options: Options, strategy: Strategy, rate: float, found: Found, seconds: float
+) -> list[Curve]:
+    """Validation over hours; of the first seed, since no two seeds have the same hours."""
+    run = course(options, strategy, rate, options.seeds[0], found)
+    if run is None:
+        return []
+    return [[(run.elapsed(at) * seconds / 3600, loss) for at, loss in run.validation]]
+
+
+def _orders(hours: Mapping[str, list[list[float]]]) -> list[str]:
+    """Whether the paper's order of the hours comes out: CheckFree+ before CheckFree before both."""
+    names = [s.name for s in (PLUS, CHECKFREE, REDUNDANT, CHECKPOINT)]
+    found = []
+    for place, rate in enumerate(RATES):
+        means = {n: spread(hours[n][place]).mean for n in names if n in hours and hours[n][place]}
+        if len(means) < len(names):
+            continue
+        # At 16 % the paper has redundant computation before both.
+        expected = names if rate < 0.16 else [REDUNDANT.name, *names[:2], names[3]]
+        ordered = sorted(names, key=lambda name: means[name])
+        outcome = "reproduced" if ordered == expected else "NOT reproduced"
+        found.append(
+            f"At {100 * rate:g} % the paper's order is {' < '.join(expected)}: {outcome} "
+            f"({', '.join(f'{name} {means[name]:.2f} h' for name in ordered)})."
+        )
+    return found
+
+
+def _checkpoint_check(options: Options, found: Found) -> list[str]:
+    """Whether restarted runs have the losses of the uninterrupted one."""
+    seed = options.seeds[0]
+    base = found.of(none_of(STAGES)).get(seed)
+    said = []
+    for rate in RATES:
+        own = found.of(name_of(CHECKPOINT, rate)).get(seed)
+        if base is not None and own is not None:
+            worst = max(
+                abs(a - b) / abs(b) for (_, a), (_, b) in zip(own.losses, base.losses, strict=True)
+            )
+            said.append(
+                f"At {100 * rate:g} % the job was really killed and started again "
+                f"{_struck(own)} times; its training losses differ from those without failures by "
+                f"at most {worst:.1e}, relative."
+            )
+    return said
+
+
+def setting(options: Options, found: Found) -> list[str]:
+    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    hours = options.iterations * seconds / 3600
+    return [
+        *describe(setups(options)[STAGES]),
+        f"An iteration stands for {seconds:g} s (the paper's 91.3 s), a run without failures for "
+        f"{hours:.1f} hours: p = 1 - (1-h)^({seconds:g}/3600) for each stage, or each process "
+        "where there are replicas. All strategies on the same number of slots meet the same draws. "
+        "In CheckFree, CheckFree+ and MeCeFO no process dies (`lose-stage`, `degrade`); with "
+        "ReCoVer, with all together and with checkpoints processes are killed. ReCoVer's dead are "
+        "not replaced, and its last replica is spared; with all together a new process takes the "
+        "slot, and while it starts the quotas of the others grow for more iterations than they "
+        "would where an iteration takes a minute.",
+    ]
