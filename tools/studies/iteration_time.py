@@ -104,7 +104,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
                     f"{100 * bubble:.1f} %",
                 )
             )
-            groups.append(f"P={stages}\n{share}")
+            groups.append(f"P={stages}, share {share}")
             measured.append(ratios)
             predicted.append([expected])
             made.numbers[name_of(stages, f"share {share}")] = {

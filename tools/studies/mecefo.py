@@ -98,7 +98,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
     if shown:
         made.figures["increase"] = lambda path: plots.bars(
             path,
-            [name.replace(", ", ",\n") for name in shown],
+            shown,
             {"measured": [[100 * gain for gain in gains[name]] for name in shown]},
             title="MeCeFO: perplexity over no failure",
             ylabel="increase, %",

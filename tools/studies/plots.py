@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def curves(
     if logarithmic:
         axes.set_yscale("log")
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.legend(frameon=False)
+    _legend(drawn, axes)
     finish(drawn, path)
 
 
@@ -78,7 +79,7 @@ def bars(
     ylabel: str,
     xlabel: str = "",
     marks: Mapping[str, float] | None = None,
-    baseline: float | None = None,
+    baseline: tuple[str, float] | None = None,
     from_zero: bool = True,
 ) -> None:
     """Bars in groups: a mean, its standard deviation, and a dot for each seed.
@@ -87,47 +88,44 @@ def bars(
         groups: Under the axis.
         series: Name -> for each group the values of the seeds, none where there are none.
         marks: What a paper has, by group, as diamonds.
-        baseline: A level to compare with, as a dashed line.
-        from_zero: Whether the axis begins at zero; otherwise it shows the differences.
+        baseline: The name of a level to compare with, and the level, as a dashed line.
+        from_zero: Whether the axis begins at zero. Otherwise there are no bars, whose lengths would
+            mislead, but the means alone.
     """
     drawn, axes = figure()
     width = 0.8 / max(1, len(series))
-    everything: list[float] = [] if baseline is None else [baseline]
     for number, (colour, (name, values)) in enumerate(
         zip(_colours(len(series)), series.items(), strict=True)
     ):
-        label: str | None = name
-        for group, seeds in enumerate(values):
-            if not seeds:
-                continue
-            at = group + (number - (len(series) - 1) / 2) * width
-            spread = statistics.stdev(seeds) if len(seeds) > 1 else 0.0
-            axes.bar(
-                *(at, statistics.fmean(seeds), width * 0.9),
-                yerr=spread or None,
-                capsize=3,
-                color=colour,
-                alpha=0.75,
-                label=label,
-            )
+        shown = {group: seeds for group, seeds in enumerate(values) if seeds}
+        places = [group + (number - (len(series) - 1) / 2) * width for group in shown]
+        means = [statistics.fmean(seeds) for seeds in shown.values()]
+        if from_zero:
+            axes.bar(places, means, width * 0.9, color=colour, alpha=0.75, label=name)
+        else:
+            axes.scatter(places, means, s=60, marker="_", linewidth=3, color=colour, label=name)
+        spreads = [statistics.stdev(s) if len(s) > 1 else 0.0 for s in shown.values()]
+        axes.errorbar(places, means, spreads, fmt="none", ecolor=colour, capsize=3, zorder=2)
+        for at, seeds in zip(places, shown.values(), strict=True):
             axes.scatter([at] * len(seeds), seeds, s=12, color="white", edgecolor=colour, zorder=3)
-            label = None
-            everything += seeds
-    for name, mark in (marks or {}).items():
-        axes.scatter([groups.index(name)], [mark], marker="D", color="#D55E00", zorder=4)
     if marks:
-        axes.scatter([], [], marker="D", color="#D55E00", label="paper")
+        groups_of = [groups.index(name) for name in marks]
+        values_of = list(marks.values())
+        axes.scatter(groups_of, values_of, marker="D", color="#D55E00", zorder=4, label="paper")
     if baseline is not None:
-        axes.axhline(baseline, color="#777777", linewidth=1, linestyle="--", label="no failure")
-    if not from_zero and everything:
-        low, high = min(everything), max(everything)
-        room = (high - low or abs(high)) * 0.15
-        axes.set_ylim(low - room, high + room)
-    axes.set_xticks(range(len(groups)), groups)
+        name, level = baseline
+        axes.axhline(level, color="#777777", linewidth=1, linestyle="--", label=name)
+    axes.set_xticks(range(len(groups)), [textwrap.fill(name, 14) for name in groups])
     axes.set(title=title, ylabel=ylabel, xlabel=xlabel)
     if len(series) > 1 or marks or baseline is not None:
-        axes.legend(frameon=False)
+        _legend(drawn, axes)
     finish(drawn, path)
+
+
+def _legend(drawn: Any, axes: Any) -> None:
+    """Below the axes, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def _colours(count: int) -> list[str]:

@@ -34,6 +34,10 @@ DRAWN = 40
 OUTAGE_H = 2.0
 """MeCeFO: hours until a node is back, as in the paper's high scenario."""
 
+SIMULATED = (4, 16)
+"""Stages and microbatches of the pipeline that the simulator's times are of: four microbatches a
+stage, where these jobs have one and would show its bubble more than anything else."""
+
 STAGES, REPLICAS, LADDER, NODES = "4 x 1", "1 x 4", "2 x 2", "2 x 4"
 """The jobs: stages x replicas."""
 
@@ -63,11 +67,18 @@ REDUNDANT = Strategy(
     real=False,
 )
 CHECKFREE = Strategy("CheckFree", STAGES, "1 for each iteration; losses of middle stages only")
-PLUS = Strategy("CheckFree+", STAGES, "the simulator's time of its routes")
+PLUS = Strategy(
+    "CheckFree+", STAGES, "the simulator's time of its routes, 4 stages and 16 microbatches"
+)
 VERSATILE = Strategy("ReCoVer versatile", REPLICAS, "the largest quota of a replica")
 ADAPTIVE = Strategy("ReCoVer adaptive", REPLICAS, "1; the batch shrinks")
-MECEFO = Strategy("MeCeFO", NODES, "the simulator's time while a neighbour runs two stages")
-ALL = Strategy("all together", LADDER, "the simulator's time of its routes, the largest quota")
+MECEFO = Strategy(
+    "MeCeFO",
+    NODES,
+    "the simulator's time while a neighbour runs two stages in "
+    f"{timing.MECEFO_STAGE_COST} of the time of one, 4 stages and 16 microbatches",
+)
+ALL = Strategy("all together", LADDER, "as CheckFree+, times the largest quota")
 STRATEGIES = (CHECKPOINT, REDUNDANT, CHECKFREE, PLUS, VERSATILE, ADAPTIVE, MECEFO, ALL)
 
 
@@ -232,14 +243,13 @@ def costs_of(
     if strategy == VERSATILE:
         return quotas
     if strategy in (PLUS, ALL):
-        factor = timing.swap_cost(setup.pipeline, setup.microbatches, Fraction(DEFAULT_SWAP_SHARE))
+        factor = timing.swap_cost(*SIMULATED, Fraction(DEFAULT_SWAP_SHARE))
         return [factor * quota for quota in quotas]
     if strategy == MECEFO:
+        # The first stage of two stands for an end of the pipeline, the second for what is not one.
+        costs = [timing.adoption_cost(*SIMULATED, stage) for stage in (0, 1)]
         during = [
-            (
-                *(outage.iteration, outage.duration),
-                timing.adoption_cost(setup.pipeline, setup.microbatches, outage.slot // setup.data),
-            )
+            (outage.iteration, outage.duration, costs[outage.slot // setup.data])
             for outage in outages(options, rate, seed)
         ]
         return timing.of_degraded(setup.iterations, during)

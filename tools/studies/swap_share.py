@@ -114,7 +114,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
             title="CheckFree+: perplexity by the share of swapped microbatches",
             xlabel="share of swapped microbatches",
             ylabel="validation perplexity at the end",
-            baseline=spread(plain).mean if plain else None,
+            baseline=("1F1B, no failure", spread(plain).mean) if plain else None,
             from_zero=False,
         )
     return made
