@@ -437,7 +437,7 @@ def test_findings_follow_from_the_numbers() -> None:
 
 def test_hours_to_the_target() -> None:
     """The same losses everywhere: what differs is what an iteration costs."""
-    options = Options(seeds=[0], target_loss=1.5)
+    options = Options(seeds=[0], target_loss=1.1)
     results = {cell.key: result_of(cell) for cell in strategies.grid(options).values()}
     hours = strategies.report(options, results).numbers["hours"]
     (plain,) = hours["CheckFree"][2]
@@ -457,6 +457,51 @@ def test_pairs_of_iteration_times() -> None:
     names = [[name for name, pair in places if pair == p] for p in (0, 1)]
     assert names[0][0] == "P=2, 1F1B" and names[1][0] == "P=2, share 1/2", "turn and turn about"
     assert len({cell.key for cell in grid.values()}) == len(grid), "each is really run"
+
+
+# -- copy and random -------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    import convergence_entry
+
+    from megatron_ft.checkfree import live
+    from megatron_ft.checkfree.options import CheckfreeOptions
+
+    monkeypatch.setattr(live, "plan_sources", live.plan_sources)  # it comes back afterwards
+    settings = {"options": CheckfreeOptions(enabled=True), "norms": {0: 1.0, 2: 3.0}}
+    average = live.plan_sources(1, [0, 2, 3], 4, **settings)
+    convergence_entry.copy()
+    copied = live.plan_sources(1, [0, 2, 3], 4, **settings)
+    assert [s.weight for s in average] == [0.25, 0.75]
+    assert [(s.stage, s.weight) for s in copied] == [(0, 1.0), (2, 0.0)]
+
+
+def test_random_is_as_megatron_draws() -> None:
+    import convergence_entry
+    import torch
+
+    class Config:
+        """What the rule reads of Megatron's."""
+
+        init_method = staticmethod(lambda weight: weight.fill_(2.0))
+        output_layer_init_method = staticmethod(lambda weight: weight.fill_(3.0))
+
+    expected = {
+        "self_attention.linear_qkv.weight": 2.0,
+        "mlp.linear_fc1.weight": 2.0,
+        "self_attention.linear_proj.weight": 3.0,
+        "mlp.linear_fc2.weight": 3.0,
+    }
+    for name, value in expected.items():
+        weight = torch.zeros(2, 2)
+        convergence_entry.initialise(Config, f"decoder.layers.0.{name}", weight)
+        assert bool((weight == value).all())
+    norm = torch.zeros(2)
+    convergence_entry.initialise(Config, "decoder.layers.0.pre_mlp_layernorm.weight", norm)
+    assert norm.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="no rule"):
+        convergence_entry.initialise(Config, "decoder.layers.0.mlp.linear_fc1.bias", norm)
 
 
 # -- the runner ------------------------------------------------------------------------------------
@@ -484,3 +529,69 @@ def test_what_is_done_is_not_run_again_and_the_budget_holds(
     results, _ = Runner(tmp_path, 0, 10, said.append).run(cells)
     assert ran == ["c0", "c1", "c2"] and len(results) == 2
     assert "the budget ends here: 1 of 3 cells are left" in said[-1]
+
+
+TINY = {"iterations": 40, "eval_interval": 20, "eval_iters": 2}
+CHECKFREE = ("--ft-checkfree",)
+LAUNCHED = {
+    "none": Cell(name="none", setup=Setup(**TINY), seed=0, flags=CHECKFREE),
+    "checkpoint": Cell(
+        name="checkpoint",
+        setup=Setup(**TINY),
+        seed=0,
+        flags=CHECKFREE,
+        starts=(Start(0, 15, 1), Start(10, None)),
+        save_interval=10,
+    ),
+    "copy": Cell(
+        name="copy",
+        setup=Setup(**TINY),
+        seed=0,
+        flags=CHECKFREE,
+        faults=("lose-stage@20:stage=2",),
+        rebuild="copy",
+    ),
+    "random": Cell(
+        name="random",
+        setup=Setup(**TINY),
+        seed=0,
+        flags=CHECKFREE,
+        faults=("lose-stage@20:stage=2",),
+        rebuild="random",
+    ),
+    "adaptive": Cell(
+        name="adaptive",
+        setup=Setup(pipeline=1, data=4, micro_batch=4, **TINY),
+        seed=0,
+        flags=("--ft-recover", "--ft-recover-policy", "adaptive"),
+        faults=("kill@20:slot=2",),
+    ),
+    "all together": Cell(
+        name="all together",
+        setup=Setup(pipeline=2, data=2, micro_batch=4, **TINY),
+        seed=0,
+        flags=("--ft-recover", *swap_share.flags_of("1/4"), "--ft-respawn"),
+        faults=("kill@10:slot=0", "kill@12:slot=2"),
+        may_miss=True,
+    ),
+}
+
+
+@pytest.mark.slow
+def test_jobs_of_the_studies(tmp_path: Path) -> None:
+    """Each kind of job once, small."""
+    results, failed = Runner(tmp_path, math.inf, 150, print).run(list(LAUNCHED.values()))
+    assert failed == []
+    found = {name: results[cell.key] for name, cell in LAUNCHED.items()}
+    for result in found.values():
+        assert result.validation[-1][0] == 40 and result.losses[-1][1] < result.losses[0][1] - 1
+    none, restarted = found["none"].losses, found["checkpoint"].losses
+    assert [loss for _, loss in restarted] == pytest.approx([loss for _, loss in none], rel=1e-6)
+    before, after = (dict(found[name].losses) for name in ("none", "random"))
+    assert all(after[i] == before[i] for i in range(1, 20)), "nothing differs before the loss"
+    assert after[20] > before[20] and found["random"].rebuilt == found["copy"].rebuilt == 1
+    assert found["random"].losses != found["copy"].losses
+    assert found["adaptive"].faults_fired == 1 and found["adaptive"].live_replicas[-1] == 3
+    # With the batch shrunk nobody has more to do.
+    assert set(found["adaptive"].max_quotas) == {2}
+    assert max(found["all together"].max_quotas) == 8

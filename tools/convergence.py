@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("study", choices=STUDIES)
     add("--seeds", type=int, default=3, metavar="N", help="0 to N-1 (default: %(default)s)")
-    add("--iterations", type=int, default=400, help="of a run (default: %(default)s)")
+    add("--iterations", type=int, default=300, help="of a run (default: %(default)s)")
     add(
         "--iteration-seconds",
         type=float,

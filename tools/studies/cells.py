@@ -26,7 +26,7 @@ class Setup:
 
     pipeline: int = 4
     data: int = 1
-    iterations: int = 400
+    iterations: int = 300
     num_layers: int = 8
     hidden: int = 64
     ffn: int = 172

@@ -11,7 +11,7 @@ class Options:
     """Choices that all studies know; each reads those that concern it."""
 
     seeds: Sequence[int] = (0, 1, 2)
-    iterations: int = 400
+    iterations: int = 300
     """Of a run."""
     iteration_s: float | None = None
     """What an iteration stands for in the failure process; None: the study's own default."""

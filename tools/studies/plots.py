@@ -48,6 +48,8 @@ def curves(
     target: float | None = None,
 ) -> None:
     """A line for each method: the mean of its seeds, and each seed thin behind it."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     drawn, axes = figure()
     for colour, (name, seeds) in zip(_colours(len(series)), series.items(), strict=True):
         for curve in seeds if len(seeds) > 1 else ():
@@ -58,6 +60,9 @@ def curves(
         axes.axhline(target, color="#777777", linewidth=1, linestyle=":", label="target")
     if logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     _legend(drawn, axes)
     finish(drawn, path)
