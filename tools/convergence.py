@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from studies.cells import Cell
 from studies.options import Options
 from studies.report import Origin, write
 from studies.results import Result, load
-from studies.runner import ROOT, Runner
+from studies.runner import ROOT, Runner, guess_s
 
 STUDIES: dict[str, Any] = {
     study.NAME: study for study in (ablation, swap_share, mecefo, strategies, iteration_time)
@@ -81,6 +82,8 @@ def flags_known() -> set[str]:
 
 def main() -> int:
     given = arguments()
+    # So that a job under way is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     study = STUDIES[given.study]
     options = Options(
         seeds=range(given.seeds),
@@ -144,12 +147,14 @@ def skip(cells: list[Cell], known: Any) -> dict[str, str]:
 
 
 def plan(runner: Runner, cells: list[Cell]) -> None:
+    """Say what would run; what is done tells how long the rest takes."""
+    done = {cell.key: kept for cell in cells if (kept := load(runner.directory(cell)))}
+    runner.ratios += [done[c.key].wall_s / guess_s(c) for c in cells if c.key in done]
     total = 0.0
     for cell in cells:
-        done = load(runner.directory(cell)) is not None
-        seconds = 0.0 if done else runner.guess_s(cell)
+        seconds = 0.0 if cell.key in done else runner.guess_s(cell)
         total += seconds
-        say(f"{'done' if done else f'{seconds:4.0f} s':>6}  {cell.name}")
+        say(f"{f'{seconds:4.0f} s' if seconds else 'done':>6}  {cell.name}")
     say(f"{len(cells)} jobs, about {total / 60:.0f} minutes for those that are not done")
 
 

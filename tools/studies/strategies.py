@@ -34,10 +34,6 @@ DRAWN = 40
 OUTAGE_H = 2.0
 """MeCeFO: hours until a node is back, as in the paper's high scenario."""
 
-SIMULATED = (4, 16)
-"""Stages and microbatches of the pipeline that the simulator's times are of: four microbatches a
-stage, where these jobs have one and would show its bubble more than anything else."""
-
 STAGES, REPLICAS, LADDER, NODES = "4 x 1", "1 x 4", "2 x 2", "2 x 4"
 """The jobs: stages x replicas."""
 
@@ -243,11 +239,11 @@ def costs_of(
     if strategy == VERSATILE:
         return quotas
     if strategy in (PLUS, ALL):
-        factor = timing.swap_cost(*SIMULATED, Fraction(DEFAULT_SWAP_SHARE))
+        factor = timing.swap_cost(*timing.SIMULATED, Fraction(DEFAULT_SWAP_SHARE))
         return [factor * quota for quota in quotas]
     if strategy == MECEFO:
         # The first stage of two stands for an end of the pipeline, the second for what is not one.
-        costs = [timing.adoption_cost(*SIMULATED, stage) for stage in (0, 1)]
+        costs = [timing.adoption_cost(*timing.SIMULATED, stage) for stage in (0, 1)]
         during = [
             (outage.iteration, outage.duration, costs[outage.slot // setup.data])
             for outage in outages(options, rate, seed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from . import failures, plots
+from . import failures, plots, timing
 from .ablation import describe
 from .cells import Cell, Setup
 from .grid import Found, Grid, look_up
@@ -18,6 +18,7 @@ from .options import Options
 from .report import Report, Table
 from .results import Result
 from .statistics import increases, spread
+from .timing import SIMULATED
 
 NAME = "swap-share"
 PER_HOUR = 0.16
@@ -130,14 +131,16 @@ def setting(options: Options) -> list[str]:
         f"iteration stands for {seconds:.1f} s, {seconds / failures.PAPER_ITERATION_S:.1f} of the "
         f"paper's. Drawn are {struck} losses, the same for all shares (`lose-stage` faults, no "
         "process dies).",
+        f"The simulator's time is that of an iteration over 1F1B, {SIMULATED[0]} stages and "
+        f"{SIMULATED[1]} microbatches.",
     ]
 
 
 def table(found: Found) -> Table:
     base = found.perplexities(PLAIN)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     if base:
-        rows.append(("1F1B, no twins", spread(list(base.values())).text(), "-", "-", "-", "-"))
+        rows.append(("1F1B, no twins", spread(list(base.values())).text(), *"-----"))
     for share in SHARES:
         cells = [share]
         for condition in (WITHOUT, WITH):
@@ -146,9 +149,9 @@ def table(found: Found) -> Table:
             cells.append(spread(list(values.values())).text() if values else "-")
             cells.append(f"{100 * spread(gains).mean:+.2f} %" if gains else "-")
         lost = sum(result.rebuilt for result in found.of(name_of(share, WITH)).values())
-        rows.append((*cells, str(lost)))  # type: ignore[arg-type]
+        rows.append((*cells, str(lost), f"{timing.swap_cost(*SIMULATED, Fraction(share)):.3f}"))
     return Table(
         "Validation perplexity at the end, mean and standard deviation over seeds",
-        ("share", WITHOUT, "over 1F1B", WITH, "over 1F1B", "rebuilt"),
+        ("share", WITHOUT, "over 1F1B", WITH, "over 1F1B", "rebuilt", "time, simulator"),
         rows,
     )

@@ -19,6 +19,10 @@ from megatron_ft.schedule.simulator import Simulation, simulate
 STEPS = 16
 """Steps over which the simulator's times are averaged: a small share swaps in some of them only."""
 
+SIMULATED = (4, 16)
+"""Stages and microbatches of the pipeline that costs are simulated for: four microbatches a stage.
+The studies' jobs have one, which would show the bubble more than anything else."""
+
 MECEFO_STAGE_COST = 1.29
 """Two stages on one process, in units of one normal stage (``tools/bench_mecefo.py`` measures)."""
 
