@@ -41,6 +41,14 @@ def arguments() -> argparse.Namespace:
     add("study", choices=STUDIES)
     add("--seeds", type=int, default=3, metavar="N", help="0 to N-1 (default: %(default)s)")
     add("--iterations", type=int, default=300, help="of a run (default: %(default)s)")
+    add("--lr", type=float, help="learning rate of all runs (default: that of tools/studies/cells)")
+    add(
+        "--failures-from",
+        type=int,
+        default=1,
+        metavar="I",
+        help="ablation, swap-share: nothing is lost before this iteration (default: %(default)s)",
+    )
     add(
         "--iteration-seconds",
         type=float,
@@ -88,6 +96,8 @@ def main() -> int:
     options = Options(
         seeds=range(given.seeds),
         iterations=given.iterations,
+        lr=given.lr,
+        failures_from=given.failures_from,
         iteration_s=given.iteration_seconds,
         pairs=given.pairs,
         target_loss=given.target_loss,

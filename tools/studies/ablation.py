@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import failures, plots
-from .cells import Cell, Rebuild, Setup
+from .cells import Cell, Rebuild, Setup, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
-from .statistics import check_order, increases, perplexity, spread
+from .statistics import check_order, increases, mean_excess, perplexity, spread
 
 NAME = "ablation"
 PER_HOUR = 0.16
@@ -26,7 +26,7 @@ PAPER = {"average": 22.6, "copy": 29.2, "random": 121.0}
 
 
 def grid(options: Options) -> Grid:
-    setup = Setup(iterations=options.iterations)
+    setup = setup_of(options)
     found: Grid = {}
     for seed in options.seeds:
         faults = failures.lose_stages(losses(options, setup, seed))
@@ -51,7 +51,8 @@ def losses(options: Options, setup: Setup, seed: int) -> tuple[failures.Loss, ..
         num_stages=setup.pipeline,
         iteration_s=options.iteration_s or ITERATION_S,
     )
-    return failures.of_stages(drawn, failures.middle(setup.pipeline))
+    late = failures.later(drawn, options.failures_from)
+    return failures.of_stages(late, failures.middle(setup.pipeline))
 
 
 def report(options: Options, results: Mapping[str, Result]) -> Report:
@@ -62,6 +63,14 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
         check = check_order({m: found.perplexities(m) for m in METHODS}, METHODS)
         made.findings.append(f"{check.text()}. The paper's: 22.6 < 29.2 < 121, a model of 500M.")
         made.numbers["order_holds"] = check.holds
+        over: dict[str, dict[int, float]] = {m: excesses(options, found, m) for m in METHODS}
+        if all(over.values()):
+            check = check_order(over, METHODS)
+            made.findings.append(
+                f"Loss over no failure, mean since the first loss: {check.text()}."
+            )
+            made.numbers["excess"] = over
+            made.numbers["excess_order_holds"] = check.holds
     made.numbers["perplexity"] = {name: found.perplexities(name) for name in (NONE, *METHODS)}
     there = [name for name in (NONE, *METHODS) if found.has(name)]
     if there:
@@ -85,11 +94,11 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 
 
 def setting(options: Options) -> list[str]:
-    setup = Setup(iterations=options.iterations)
+    setup = setup_of(options)
     seconds = options.iteration_s or ITERATION_S
     number = failures.expected(
         PER_HOUR,
-        iterations=setup.iterations,
+        iterations=setup.iterations + 1 - options.failures_from,
         stages=len(failures.middle(setup.pipeline)),
         iteration_s=seconds,
     )
@@ -101,7 +110,29 @@ def setting(options: Options) -> list[str]:
         f"paper's, so that p = 1 - 0.84^({seconds:.1f}/3600) in each and {number:.1f} losses are "
         f"expected in a run; drawn are {struck}.",
         "All three methods meet the same losses. No process dies (`lose-stage` faults).",
+        *begin(options),
     ]
+
+
+def begin(options: Options) -> list[str]:
+    """When losses begin, where they do not from the start."""
+    if options.failures_from <= 1:
+        return []
+    return [f"Nothing is lost before iteration {options.failures_from}."]
+
+
+def excesses(options: Options, found: Found, name: str) -> dict[int, float]:
+    """Seed -> validation loss over no failure, the mean of what was evaluated after a loss."""
+    base = found.of(NONE)
+    setup = setup_of(options)
+    values = {}
+    for seed, result in found.of(name).items():
+        lost = losses(options, setup, seed)
+        if seed in base and lost and lost[0].iteration < setup.iterations:
+            values[seed] = mean_excess(
+                result.validation, base[seed].validation, lost[0].iteration - 1
+            )
+    return values
 
 
 def describe(setup: Setup) -> list[str]:
@@ -132,12 +163,19 @@ def table(options: Options, found: Found) -> Table:
                 spread(list(values.values())).text(),
                 f"{100 * spread(gains).mean:+.2f} %" if gains and name != NONE else "-",
                 ", ".join(f"{value:.3f}" for value in values.values()),
+                _excess(options, found, name),
                 str(rebuilt),
                 f"{PAPER[name]:g}" if name in PAPER else "-",
             )
         )
-    headings = ("a lost stage becomes", "perplexity", "over no failure", "of each seed", "rebuilt")
-    return Table("Validation perplexity at the end", (*headings, "paper"), rows)
+    headings = ("a lost stage becomes", "perplexity", "over no failure", "of each seed")
+    more = ("loss over no failure, mean since the first loss", "rebuilt", "paper")
+    return Table("Validation perplexity at the end", (*headings, *more), rows)
+
+
+def _excess(options: Options, found: Found, name: str) -> str:
+    values = excesses(options, found, name) if name != NONE else {}
+    return spread(list(values.values())).text() if values else "-"
 
 
 def _perplexities(result: Result) -> list[tuple[float, float]]:

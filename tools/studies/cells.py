@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .failures import Start
+from .options import Options
 
 Rebuild = Literal["average", "copy", "random"]
 
@@ -78,6 +79,15 @@ class Setup:
             *("--eval-interval", str(self.eval_interval), "--eval-iters", str(self.eval_iters)),
             *("--log-interval", "100", "--seed", str(1234 + seed)),
         )
+
+
+def setup_of(options: Options, **changes: Any) -> Setup:
+    """A setup of as many iterations, and the learning rate, that the command line asks for."""
+    if options.lr is not None:
+        changes = {**changes, "lr": options.lr}
+        if "min_lr" in changes:
+            changes["min_lr"] = options.lr / 10
+    return Setup(iterations=options.iterations, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

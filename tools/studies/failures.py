@@ -73,6 +73,11 @@ def of_stages(losses: Iterable[Loss], stages: Collection[int]) -> tuple[Loss, ..
     return tuple(loss for loss in losses if loss.stage in stages)
 
 
+def later(losses: Iterable[Loss], first: int) -> tuple[Loss, ...]:
+    """Those of iteration ``first`` and after."""
+    return tuple(loss for loss in losses if loss.iteration >= first)
+
+
 def middle(num_stages: int) -> range:
     """The stages that plain CheckFree can rebuild."""
     return range(1, num_stages - 1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from . import failures, plots
 from .ablation import describe
-from .cells import Cell, Setup
+from .cells import Cell, Setup, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
@@ -31,15 +31,15 @@ GOALS = {"low": 0.003, "mid": 0.008, "high": 0.016}
 PAPER = {"low": 18.75 / 18.74 - 1, "mid": 18.88 / 18.74 - 1, "high": 19.04 / 18.74 - 1}
 
 
-def setup_of(options: Options) -> Setup:
+def job(options: Options) -> Setup:
     """Four replicas, so that one that is degraded is not half of the gradient."""
-    return Setup(pipeline=2, data=4, micro_batch=4, iterations=options.iterations, min_lr=2e-4)
+    return setup_of(options, pipeline=2, data=4, micro_batch=4, min_lr=2e-4)
 
 
 def outages(
     options: Options, scenario: failures.Scenario, seed: int
 ) -> tuple[failures.Outage, ...]:
-    setup = setup_of(options)
+    setup = job(options)
     return failures.outages(
         scenario,
         seed=seed,
@@ -52,7 +52,7 @@ def outages(
 
 
 def grid(options: Options) -> Grid:
-    setup, found = setup_of(options), {}
+    setup, found = job(options), {}
     for seed in options.seeds:
         found[NONE, seed] = Cell(
             name=f"mecefo: {NONE}, seed {seed}", setup=setup, seed=seed, flags=("--ft-recover",)
@@ -123,7 +123,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 
 
 def setting(options: Options) -> list[str]:
-    setup = setup_of(options)
+    setup = job(options)
     shares = []
     for scenario in failures.SCENARIOS:
         drawn = [outages(options, scenario, seed) for seed in options.seeds]

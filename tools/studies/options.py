@@ -13,6 +13,10 @@ class Options:
     seeds: Sequence[int] = (0, 1, 2)
     iterations: int = 300
     """Of a run."""
+    lr: float | None = None
+    """Learning rate of all runs; None: that of ``Setup``."""
+    failures_from: int = 1
+    """The first iteration in which a stage may be lost (ablation, swap-share)."""
     iteration_s: float | None = None
     """What an iteration stands for in the failure process; None: the study's own default."""
     pairs: int = 3

@@ -79,7 +79,7 @@ class Runner:
             self.say(f"[{number}/{len(todo)}] {cell.name}, about {guess:.0f} s")
             try:
                 found[cell.key] = result = self.run_cell(cell)
-            except (BrokenRun, subprocess.TimeoutExpired) as error:
+            except BrokenRun as error:
                 failures.append(f"{cell.name}: {error}")
                 self.say(f"failed: {failures[-1]}")
                 continue
@@ -102,8 +102,7 @@ class Runner:
         """Run one cell from its beginning.
 
         Raises:
-            BrokenRun: It did not do what the cell says.
-            subprocess.TimeoutExpired: A launch took too long and was killed.
+            BrokenRun: It did not do what the cell says, or a launch took too long and was killed.
         """
         from megatron_ft.data import prepare_default
 
@@ -133,7 +132,11 @@ class Runner:
         return result
 
     def launch(self, cell: Cell, command: Sequence[str], log: Path) -> tuple[int, float]:
-        """Exit code and seconds of a job that ran alone on this machine."""
+        """Exit code and seconds of a job that ran alone on this machine.
+
+        Raises:
+            BrokenRun: It took too long and was killed.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **cell.environment}
         with one_at_a_time(), log.open("wb") as output:
             started = time.monotonic()
@@ -148,9 +151,11 @@ class Runner:
             )
             try:
                 return job.wait(self.timeout_s), time.monotonic() - started
-            except BaseException:  # an interrupted study leaves nothing running either
+            except BaseException as error:  # an interrupted study leaves nothing running either
                 end(job)
-                raise
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise BrokenRun(f"no end after {self.timeout_s:g} s, see {log}") from None
 
 
 def guess_s(cell: Cell) -> float:

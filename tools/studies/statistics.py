@@ -123,6 +123,21 @@ def value_at(curve: Curve, at: float) -> float:
     raise AssertionError("the last point is not before the place")
 
 
+def mean_excess(curve: Curve, base: Curve, after: float = 0) -> float:
+    """How much higher a curve is than ``base``, the mean over its points later than ``after``.
+
+    Less a matter of how long ago the last failure was than the last points alone.
+
+    Raises:
+        ValueError: The curves have no such point in common.
+    """
+    table = dict(base)
+    excess = [loss - table[at] for at, loss in curve if at > after and at in table]
+    if not excess:
+        raise ValueError(f"no common points after {after}")
+    return statistics.fmean(excess)
+
+
 def elapsed(costs: Sequence[float], until: float) -> float:
     """The sum of the first ``until`` costs, the last one in part.
 

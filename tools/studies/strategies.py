@@ -17,7 +17,7 @@ from megatron_ft.checkfree.options import DEFAULT_SWAP_SHARE
 
 from . import failures, plots, timing
 from .ablation import describe
-from .cells import Cell, Setup
+from .cells import Cell, Setup, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
@@ -79,12 +79,11 @@ STRATEGIES = (CHECKPOINT, REDUNDANT, CHECKFREE, PLUS, VERSATILE, ADAPTIVE, MECEF
 
 
 def setups(options: Options) -> dict[str, Setup]:
-    iterations = options.iterations
     return {
-        STAGES: Setup(iterations=iterations),
-        REPLICAS: Setup(pipeline=1, data=4, micro_batch=4, iterations=iterations),
-        LADDER: Setup(pipeline=2, data=2, micro_batch=4, iterations=iterations),
-        NODES: Setup(pipeline=2, data=4, micro_batch=4, iterations=iterations),
+        STAGES: setup_of(options),
+        REPLICAS: setup_of(options, pipeline=1, data=4, micro_batch=4),
+        LADDER: setup_of(options, pipeline=2, data=2, micro_batch=4),
+        NODES: setup_of(options, pipeline=2, data=4, micro_batch=4),
     }
 
 

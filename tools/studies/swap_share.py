@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from . import failures, plots, timing
-from .ablation import describe
-from .cells import Cell, Setup
+from .ablation import begin, describe
+from .cells import Cell, Setup, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
@@ -37,7 +37,7 @@ def flags_of(share: str) -> tuple[str, ...]:
 
 
 def grid(options: Options) -> Grid:
-    setup = Setup(iterations=options.iterations)
+    setup = setup_of(options)
     found: Grid = {}
     for seed in options.seeds:
         faults = failures.lose_stages(losses(options, setup, seed))
@@ -65,7 +65,8 @@ def losses(options: Options, setup: Setup, seed: int) -> tuple[failures.Loss, ..
         num_stages=setup.pipeline,
         iteration_s=options.iteration_s or ITERATION_S,
     )
-    return failures.of_stages(drawn, failures.ends(setup.pipeline))
+    late = failures.later(drawn, options.failures_from)
+    return failures.of_stages(late, failures.ends(setup.pipeline))
 
 
 def choose(without: Mapping[str, float], with_losses: Mapping[str, float]) -> str:
@@ -122,7 +123,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 
 
 def setting(options: Options) -> list[str]:
-    setup = Setup(iterations=options.iterations)
+    setup = setup_of(options)
     seconds = options.iteration_s or ITERATION_S
     struck = ", ".join(str(len(losses(options, setup, seed))) for seed in options.seeds)
     return [
@@ -131,6 +132,7 @@ def setting(options: Options) -> list[str]:
         f"iteration stands for {seconds:.1f} s, {seconds / failures.PAPER_ITERATION_S:.1f} of the "
         f"paper's. Drawn are {struck} losses, the same for all shares (`lose-stage` faults, no "
         "process dies).",
+        *begin(options),
         f"The simulator's time is that of an iteration over 1F1B, {SIMULATED[0]} stages and "
         f"{SIMULATED[1]} microbatches.",
     ]
