@@ -117,7 +117,7 @@ def refill(
     filled: list[int] = []
     for replica in after.dark_replicas(topology):
         slots = topology.replica(replica)
-        seats = _seats(topology, slots, free, barred)
+        seats = seats_for(topology, slots, free, barred)
         shards = {topology.shard_of(slot) for slot in slots}
         if seats is None or not shards <= obtainable(topology, holds, checkfree):
             continue
@@ -142,7 +142,8 @@ def targets(
     idle: Collection[int],
     barred: Collection[int] = (),
 ) -> dict[int, int]:
-    """For which slot each idle pool process should build, so that dark replicas become whole.
+    """For which slot each idle pool process should build, so that dark replicas become whole
+    and neighbours are relieved of adopted slots.
 
     Args:
         built: Pool processes that are ready, and for what.
@@ -160,13 +161,14 @@ def targets(
         have[shard] = have.get(shard, 0) + 1
     chosen: dict[int, int] = {}
     waiting = sorted(idle)
-    for replica in assignment.dark_replicas(topology):
-        for slot in topology.replica(replica):
-            shard = topology.shard_of(slot)
-            if have.get(shard, 0) > 0:
-                have[shard] -= 1
-            elif waiting and slot not in barred:
-                chosen[waiting.pop(0)] = slot
+    dark = [s for r in assignment.dark_replicas(topology) for s in topology.replica(r)]
+    # A neighbour is relieved of an adopted slot before a dark replica comes back.
+    for slot in (*assignment.adopted, *dark):
+        shard = topology.shard_of(slot)
+        if have.get(shard, 0) > 0:
+            have[shard] -= 1
+        elif waiting and slot not in barred:
+            chosen[waiting.pop(0)] = slot
     return chosen
 
 
@@ -175,10 +177,10 @@ def surplus(
 ) -> tuple[int, ...]:
     """Ready pool processes whose shard is wanted by no dark replica any more, ascending."""
     wanted: dict[Shard, int] = {}
-    for replica in assignment.dark_replicas(topology):
-        for slot in topology.replica(replica):
-            shard = topology.shard_of(slot)
-            wanted[shard] = wanted.get(shard, 0) + 1
+    dark = [s for r in assignment.dark_replicas(topology) for s in topology.replica(r)]
+    for slot in (*assignment.adopted, *dark):
+        shard = topology.shard_of(slot)
+        wanted[shard] = wanted.get(shard, 0) + 1
     left: list[int] = []
     for process in sorted(built):
         shard = built[process].shard
@@ -189,7 +191,7 @@ def surplus(
     return tuple(left)
 
 
-def _seats(
+def seats_for(
     topology: Topology,
     slots: tuple[int, ...],
     free: Mapping[int, Built],
@@ -271,15 +273,26 @@ def _fill(
 ) -> Fill:
     process = after.process_of[slot]
     assert process is not None
-    shard = topology.shard_of(slot)
+    return Fill(slot, process, *source_of(topology, slot, after, holds))
+
+
+def source_of(
+    topology: Topology, slot: int, after: Assignment, holds: Mapping[int, frozenset[Shard]]
+) -> tuple[int, int | None]:
+    """The process from which that of ``slot`` gets its state, and the slot that it serves.
+
+    The process itself, and None, where it holds the state already.
+    """
+    process, shard = after.process_of[slot], topology.shard_of(slot)
+    assert process is not None
     if shard in holds.get(process, frozenset()):
-        return Fill(slot, process, process, None)
+        return process, None
     sources = sorted(p for p, shards in holds.items() if shard in shards)
     serving = {p: s for s, p in enumerate(after.process_of) if topology.shard_of(s) == shard}
     # Spread the copies over the live peers; any of them holds the same bytes.
     peers = [p for p in sources if p in serving] or sources
     source = peers[topology.replica_of(slot) % len(peers)]
-    return Fill(slot, process, source, serving.get(source))
+    return source, serving.get(source)
 
 
 def filled(plan: RecoveryPlan | None) -> bool:

@@ -1,0 +1,203 @@
+"""Rule 3: which neighbour serves the slots of the dead beside its own, and who takes them back.
+
+What is decided here is decided stage by stage: where a process of a stage dies, its tensor-parallel
+peers' counterparts adopt alike, since two peers that run a stage in another order would wait for
+each other in its collectives. A peer that lives is free for other slots then. (The ladder of
+``megatron_ft.planner`` goes slot by slot, and is not what a running job asks.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatron_ft.placement import Site, solve_column
+from megatron_ft.recovery_plan import Action, Adopt, Fill, GiveBack, GoDark, RecoveryPlan
+from megatron_ft.rejoin.refill import Built, seats_for, source_of
+from megatron_ft.topology import Assignment, Shard, Topology
+
+Holds = Mapping[int, frozenset[Shard]]
+"""Process -> shards of which it holds the committed state."""
+
+
+def settle(
+    topology: Topology,
+    before: Assignment,
+    dead: frozenset[int],
+    holds: Holds,
+    unfit: frozenset[int] = frozenset(),
+    leaving: Collection[int] = (),
+    *,
+    anew: bool,
+) -> RecoveryPlan:
+    """After a failure: what a neighbour can serve it adopts, other broken replicas go dark.
+
+    Args:
+        dead: The processes that are no more.
+        holds: Of the living ones.
+        unfit: Living processes that have not got the state of their own slot.
+        leaving: Replicas that were asked to leave; their processes end, so none is released.
+        anew: Whether a slot may be adopted that was not so far. What was stays as it is.
+    """
+    gone = dead | unfit
+    process_of: list[int | None] = list(before.process_of)
+    adopted = set(before.adopted)
+    for replica in range(topology.data):
+        hosts = None
+        if replica not in leaving:
+            hosts = _hosts(topology, before, replica, gone, holds, anew=anew)
+        for slot in topology.replica(replica):
+            adopted.discard(slot)
+            if hosts is None:
+                process_of[slot] = None
+                continue
+            at = topology.coordinate(slot)
+            host = topology.slot(tp=at.tp, cp=at.cp, pp=hosts[at.pp], dp=replica)
+            process_of[slot] = before.process_of[host]
+            if host != slot:
+                adopted.add(slot)
+    living = [p for p in before.processes if p not in dead]
+    serving = set(process_of)
+    after = Assignment(
+        before.epoch + 1,
+        tuple(process_of),
+        tuple(p for p in living if p not in serving),
+        tuple(sorted(adopted)),
+    )
+    actions: list[Action] = []
+    was_dark = before.dark_replicas(topology)
+    for replica in after.dark_replicas(topology):
+        if replica not in was_dark:
+            served = {before.process_of[slot] for slot in topology.replica(replica)}
+            released = sorted(p for p in served if p is not None and p not in dead)
+            actions.append(GoDark(replica, () if replica in leaving else tuple(released)))
+    for slot in after.adopted:
+        process, shard = after.process_of[slot], topology.shard_of(slot)
+        assert process is not None
+        has_it = shard in holds.get(process, frozenset())
+        if has_it and before.process_of[slot] == process:
+            continue
+        source, source_slot = source_of(topology, slot, after, holds)
+        actions.append(Adopt(slot, process, source, source_slot))
+    return RecoveryPlan(topology, before, dead, after, tuple(actions))
+
+
+def give_back(
+    topology: Topology,
+    plan: RecoveryPlan,
+    built: Mapping[int, Built],
+    holds: Holds,
+    barred: Collection[int] = (),
+) -> RecoveryPlan:
+    """Let pool processes take adopted slots, so that these are trained exactly again.
+
+    Args:
+        plan: Its assignment's pool is drawn from.
+        built: What each ready pool process has built.
+        barred: Slots that stay as they are because their replacements keep dying.
+
+    Returns:
+        ``plan`` with a ``GiveBack`` and a ``Fill`` for each slot that changes hands.
+    """
+    after = plan.assignment
+    process_of = list(after.process_of)
+    free = {p: built[p] for p in after.pool if p in built}
+    returned: dict[int, int] = {}
+    for slots in _adopted_stages(topology, after):
+        seats = seats_for(topology, slots, free, barred)
+        for slot, process in (seats or {}).items():
+            process_of[slot] = process
+            del free[process]
+            adopter = after.process_of[slot]
+            assert adopter is not None
+            returned[slot] = adopter
+    if not returned:
+        return plan
+    assignment = Assignment(
+        after.epoch,
+        tuple(process_of),
+        tuple(p for p in after.pool if p not in set(process_of)),
+        tuple(slot for slot in after.adopted if slot not in returned),
+    )
+    actions: list[Action] = list(plan.actions)
+    for slot, adopter in returned.items():
+        process = process_of[slot]
+        assert process is not None
+        actions.append(GiveBack(slot, adopter, process))
+    for slot in returned:
+        process = process_of[slot]
+        assert process is not None
+        actions.append(Fill(slot, process, *source_of(topology, slot, assignment, holds)))
+    return RecoveryPlan(topology, plan.before, plan.failed, assignment, tuple(actions))
+
+
+def adoptions(plan: RecoveryPlan | None) -> tuple[Adopt, ...]:
+    """The slots that a plan lets a neighbour serve from now on."""
+    return () if plan is None else tuple(a for a in plan.actions if isinstance(a, Adopt))
+
+
+def hosts_in(topology: Topology, assignment: Assignment, replica: int) -> tuple[int, ...]:
+    """For each stage of a whole replica, the stage whose process runs it: the placement."""
+    hosts = []
+    for pp in range(topology.pipeline):
+        process = assignment.process_of[topology.slot(pp=pp, dp=replica)]
+        assert process is not None, f"replica {replica} is dark"
+        hosts.append(topology.stage_of(assignment.slots_of(process)[0]))
+    return tuple(hosts)
+
+
+def _hosts(
+    topology: Topology,
+    before: Assignment,
+    replica: int,
+    gone: Collection[int],
+    holds: Holds,
+    *,
+    anew: bool,
+) -> list[int] | None:
+    """For each stage of a replica, the stage whose processes run it; None where it goes dark."""
+    stages = range(topology.pipeline)
+    slots: list[list[int]] = [[] for _ in stages]
+    for slot in topology.replica(replica):
+        slots[topology.stage_of(slot)].append(slot)
+    adopted = set(before.adopted)
+    held = {shard for shards in holds.values() for shard in shards}
+
+    def stays(slot: int) -> bool:
+        process = before.process_of[slot]
+        return process is not None and process not in gone
+
+    own = [all(stays(s) and s not in adopted for s in slots[pp]) for pp in stages]
+    column = []
+    for pp in stages:
+        adopter = None
+        if all(stays(slot) and slot in adopted for slot in slots[pp]):
+            process = before.process_of[slots[pp][0]]
+            assert process is not None
+            host = topology.stage_of(before.slots_of(process)[0])
+            # A process of which a peer died serves nothing any more.
+            if own[host]:
+                adopter = "lower" if host < pp else "upper"
+        column.append(
+            Site(
+                kept=own[pp],
+                adopter=adopter,  # type: ignore[arg-type]  # one of the two
+                adoptable=anew
+                and topology.data > 1
+                and all(topology.shard_of(slot) in held for slot in slots[pp]),
+                may_host=anew,
+            )
+        )
+    option = solve_column(column, fresh_may_host=False).get(0)
+    if option is None:
+        return None
+    step = {"keep": 0, "lower": -1, "upper": 1}
+    return [pp + step[label] for pp, label in enumerate(option.labels)]
+
+
+def _adopted_stages(topology: Topology, assignment: Assignment) -> list[tuple[int, ...]]:
+    """The slots of each adopted stage of each replica."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for slot in assignment.adopted:
+        at = topology.coordinate(slot)
+        found[at.dp, at.pp] = (*found.get((at.dp, at.pp), ()), slot)
+    return list(found.values())
