@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft.ledger import samples_digest
 from megatron_ft.observe import checkpoint_id
-from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.recovery_plan import Adopt, Fill, Rebuild
 from megatron_ft.rejoin.history import MAX_FAILED_REPLACEMENTS
 from megatron_ft.restarts import LAST_CODE, START
 from megatron_ft.world.world import Repaired
@@ -233,5 +233,23 @@ def slot_filled(session: Session, fill: Fill | Rebuild, moved: Moved | None) -> 
         replica=world.topology.replica_of(fill.slot),
         stage=world.topology.stage_of(fill.slot),
         from_slot=source,
+        **cost,
+    )
+
+
+def stage_adopted(session: Session, adopt: Adopt, moved: Moved | None) -> None:
+    """This process serves a neighbour's slot too; it alone knows what that cost."""
+    world = session.world
+    assert world is not None
+    cost: dict[str, Any] = {}
+    if moved is not None:
+        cost = {"transfer_s": moved.seconds, "transfer_bytes": moved.nbytes}
+    session.emit(
+        "stage_adopted",
+        slot=adopt.slot,
+        by_slot=world.slots[0],
+        replica=world.topology.replica_of(adopt.slot),
+        stage=world.topology.stage_of(adopt.slot),
+        **({"from_slot": adopt.source_slot} if adopt.source_slot is not None else {}),
         **cost,
     )

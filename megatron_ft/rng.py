@@ -33,18 +33,23 @@ class KeyedRng:
         self.stage = stage
         self.tp = tp
 
-    def __call__(self, iteration: int, microbatch: int) -> None:
-        """Seed for microbatch id ``microbatch`` of step ``iteration``."""
+    def __call__(self, iteration: int, microbatch: int, stage: int | None = None) -> None:
+        """Seed for microbatch id ``microbatch`` of step ``iteration``.
+
+        Args:
+            stage: The stage that it passes, where the process runs another beside its own.
+        """
+        stage = self.stage if stage is None else stage
         tracker = get_cuda_rng_tracker()
         states = tracker.get_states()
         for name in states:
-            where = (self.seed, iteration, microbatch, self.stage, self.tp, name)
+            where = (self.seed, iteration, microbatch, stage, self.tp, name)
             states[name] = self._state(key(*where))
         if states:
             tracker.set_states(states)
         # Not torch.manual_seed: it touches every device's generator.
         generator = _default_generator()
-        generator.manual_seed(key(self.seed, iteration, microbatch, self.stage))
+        generator.manual_seed(key(self.seed, iteration, microbatch, stage))
 
     def _state(self, seed: int) -> torch.Tensor:
         generator = _default_generator()

@@ -485,6 +485,10 @@ def _install_strategies(job: Job) -> None:
         from megatron_ft.recover.install import build_transaction
 
         session.on_built.append(lambda: build_transaction(session))
+        if session.membership.adopts:
+            from megatron_ft.adopt.hosting import Hosting
+
+            session.hosting = Hosting(session)
     if session.early.checkfree.enabled:
         from megatron_ft.checkfree.live import install
 
@@ -550,7 +554,9 @@ def _part(job: Job) -> None:
 
 
 def _is_degraded(world: Any) -> bool:
-    return world is not None and bool(world.assignment.vacant_slots)
+    if world is None:
+        return False
+    return bool(world.assignment.vacant_slots or world.assignment.adopted)
 
 
 def _meet(world: Any) -> None:

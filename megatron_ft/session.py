@@ -21,7 +21,7 @@ from megatron_ft.mecefo.nodes import Node
 from megatron_ft.observe import checkpoint_id
 from megatron_ft.observe.observer import Observer
 from megatron_ft.observe.wandb_megatron import MegatronWriter, settings_from_megatron
-from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.recovery_plan import Adopt, Fill, Rebuild
 from megatron_ft.rejoin.membership import Membership
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
@@ -111,6 +111,11 @@ class Session:
         self.membership = Membership(self)
         self.membership.on_repaired = self._repaired
         self.on_built: list[Callable[[], None]] = []
+        self.hosting: Any = None
+        """This process's part in adoption (MeCeFO); None where nothing is adopted."""
+        self.build_again: Callable[..., Any] = _not_built
+        """Megatron's set-up of model and optimizer, with the arguments of its first call."""
+        self._evaluations_after = 0
 
     # -- who writes ------------------------------------------------------------------------------
 
@@ -283,6 +288,11 @@ class Session:
         grad_norm: float | None,
     ) -> None:
         """A step is done; on the last stage ``losses`` holds what is reported of it."""
+        reported = self.transaction.last_reports if self.transaction is not None else []
+        if "lm loss" not in losses and reported:
+            # The last stage is the one that this process has adopted.
+            total, count = reported[0]["lm loss"]
+            losses = {"lm loss": total / count}
         if "lm loss" in losses:
             loss = losses["lm loss"].item()
             norm = float(grad_norm) if grad_norm is not None else None
@@ -292,6 +302,7 @@ class Session:
     def evaluation_begins(self) -> Iterator[None]:
         """Around Megatron's evaluate."""
         self.evaluating = True
+        self._evaluations_after += int(self.training_over)
         try:
             with (self.watch or NO_WATCH).working(), self._reports_are_global():
                 yield
@@ -401,6 +412,18 @@ class Session:
         """This process serves a slot from now on."""
         reporting.slot_filled(self, fill, moved)
 
+    def adopted(self, adopt: Adopt, moved: Moved | None) -> None:
+        """This process serves a slot beside its own from now on."""
+        reporting.stage_adopted(self, adopt, moved)
+
+    def kind_of_data(self, training: bool) -> str:
+        """What is read now, for a process whose own stage reads nothing."""
+        if training:
+            return "train"
+        # After training Megatron evaluates on the validation data, then on the test data.
+        last = self.training_over and self._evaluations_after > int(self.args.do_valid)
+        return "test" if last else "valid"
+
     def lose_state(self) -> None:
         """What this process's slot holds is gone, although it lives: CheckFree's simulation.
 
@@ -432,6 +455,10 @@ class Session:
             self.transaction.speeds.forget()
         if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
             reporting.incident(self, repaired, self._how)
+
+
+def _not_built(**kwargs: Any) -> Any:
+    raise AssertionError("nothing has been built yet")
 
 
 _current: Session | None = None

@@ -22,7 +22,9 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
-        _session().built(model, optimizer, scheduler)
+        session = _session()
+        session.build_again = functools.partial(original, *args, **kwargs)
+        session.built(model, optimizer, scheduler)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

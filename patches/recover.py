@@ -40,7 +40,7 @@ def _rehearsed(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
         transaction = _transaction()
-        if transaction.optimizer is self and name in transaction.rehearsed:
+        if transaction.rehearses(self) and name in transaction.rehearsed:
             return transaction.rehearsed[name]
         return original(self, *args, **kwargs)
 

@@ -92,12 +92,13 @@ def weights() -> None:
     @functools.wraps(original)
     def train_ended(self: Session) -> None:
         original(self)
-        if self.world.slots and self.committed:
+        stages = [self] if self.hosting is None else [self, self.hosting.stage]
+        for slot, stage in zip(self.world.slots if self.committed else (), stages, strict=False):
             digest = hashlib.sha256()
-            of([p.data for chunk in self.model for p in chunk.parameters()], digest)
-            of(self.optimizer.state_dict(), digest)
+            of([p.data for chunk in stage.model for p in chunk.parameters()], digest)
+            of(stage.optimizer.state_dict(), digest)
             text = json.dumps({"committed": self.committed, "digest": digest.hexdigest()})
-            (directory / f"weights-{self.world.slots[0]}.json").write_text(text)
+            (directory / f"weights-{slot}.json").write_text(text)
 
     Session.train_ended = train_ended  # type: ignore[method-assign]
 
@@ -259,8 +260,8 @@ def stray() -> None:
     strayed = []
 
     @functools.wraps(original)
-    def before(self: StepTransaction, microbatch: int) -> None:
-        original(self, microbatch)
+    def before(self: StepTransaction, microbatch: int, *stage: int | None) -> None:
+        original(self, microbatch, *stage)
         if self.iteration == 3 and self.world.slots == (1,) and not strayed:
             strayed.append(microbatch)
             dist.barrier()

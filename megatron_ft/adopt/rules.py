@@ -28,6 +28,7 @@ def settle(
     leaving: Collection[int] = (),
     *,
     anew: bool,
+    unable: Collection[int] = (),
 ) -> RecoveryPlan:
     """After a failure: what a neighbour can serve it adopts, other broken replicas go dark.
 
@@ -37,6 +38,7 @@ def settle(
         unfit: Living processes that have not got the state of their own slot.
         leaving: Replicas that were asked to leave; their processes end, so none is released.
         anew: Whether a slot may be adopted that was not so far. What was stays as it is.
+        unable: Processes that cannot run two stages, unless they hold the second one's state.
     """
     gone = dead | unfit
     process_of: list[int | None] = list(before.process_of)
@@ -44,7 +46,7 @@ def settle(
     for replica in range(topology.data):
         hosts = None
         if replica not in leaving:
-            hosts = _hosts(topology, before, replica, gone, holds, anew=anew)
+            hosts = _hosts(topology, before, replica, gone, holds, anew=anew, unable=unable)
         for slot in topology.replica(replica):
             adopted.discard(slot)
             if hosts is None:
@@ -101,15 +103,15 @@ def give_back(
     after = plan.assignment
     process_of = list(after.process_of)
     free = {p: built[p] for p in after.pool if p in built}
-    returned: dict[int, int] = {}
+    returned: dict[int, tuple[int, int]] = {}
     for slots in _adopted_stages(topology, after):
         seats = seats_for(topology, slots, free, barred)
-        for slot, process in (seats or {}).items():
-            process_of[slot] = process
-            del free[process]
+        for slot, taker in (seats or {}).items():
+            process_of[slot] = taker
+            del free[taker]
             adopter = after.process_of[slot]
             assert adopter is not None
-            returned[slot] = adopter
+            returned[slot] = (adopter, taker)
     if not returned:
         return plan
     assignment = Assignment(
@@ -119,14 +121,11 @@ def give_back(
         tuple(slot for slot in after.adopted if slot not in returned),
     )
     actions: list[Action] = list(plan.actions)
-    for slot, adopter in returned.items():
-        process = process_of[slot]
-        assert process is not None
-        actions.append(GiveBack(slot, adopter, process))
-    for slot in returned:
-        process = process_of[slot]
-        assert process is not None
-        actions.append(Fill(slot, process, *source_of(topology, slot, assignment, holds)))
+    actions += [GiveBack(slot, adopter, taker) for slot, (adopter, taker) in returned.items()]
+    actions += [
+        Fill(slot, taker, *source_of(topology, slot, assignment, holds))
+        for slot, (_, taker) in returned.items()
+    ]
     return RecoveryPlan(topology, plan.before, plan.failed, assignment, tuple(actions))
 
 
@@ -153,6 +152,7 @@ def _hosts(
     holds: Holds,
     *,
     anew: bool,
+    unable: Collection[int],
 ) -> list[int] | None:
     """For each stage of a replica, the stage whose processes run it; None where it goes dark."""
     stages = range(topology.pipeline)
@@ -164,9 +164,13 @@ def _hosts(
 
     def stays(slot: int) -> bool:
         process = before.process_of[slot]
-        return process is not None and process not in gone
+        if process is None or process in gone:
+            return False
+        shard = topology.shard_of(slot)
+        return slot not in adopted or process not in unable or shard in holds.get(process, ())
 
     own = [all(stays(s) and s not in adopted for s in slots[pp]) for pp in stages]
+    unable_stages = [any(before.process_of[s] in unable for s in slots[pp]) for pp in stages]
     column = []
     for pp in stages:
         adopter = None
@@ -184,7 +188,7 @@ def _hosts(
                 adoptable=anew
                 and topology.data > 1
                 and all(topology.shard_of(slot) in held for slot in slots[pp]),
-                may_host=anew,
+                may_host=anew and not unable_stages[pp],
             )
         )
     option = solve_column(column, fresh_may_host=False).get(0)

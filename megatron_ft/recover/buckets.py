@@ -25,9 +25,22 @@ class BucketSnapshots:
     """
 
     def __init__(self, bucket_groups: Iterable[Any]) -> None:
-        self.bucket_groups = list(bucket_groups)
+        self.own = list(bucket_groups)
+        self.bucket_groups = self.own
         self._copies: dict[Any, torch.Tensor] = {}
         self._stamps: dict[Any, int] = {}
+        self._check()
+
+    def host(self, bucket_groups: Iterable[Any]) -> None:
+        """From now on these are buckets of this process beside its own; what was beside is not."""
+        self.bucket_groups = [*self.own, *bucket_groups]
+        kept = set(self._buckets())
+        for of_bucket in (self._copies, self._stamps):
+            for bucket in set(of_bucket) - kept:
+                del of_bucket[bucket]
+        self._check()
+
+    def _check(self) -> None:
         for bucket in self._buckets():
             if bucket.params_with_extra_main_grads:
                 raise ValueError(

@@ -55,4 +55,6 @@ def build_transaction(session: Session) -> None:
     transaction.eval_starts["valid"] = args.consumed_valid_samples
     transaction.eval_batch = args.eval_global_batch_size
     transaction.optimizer = session.optimizer
+    transaction.alone = session.loss_group
+    transaction.kind_of_data = session.kind_of_data
     session.transaction = transaction

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from megatron_ft.recovery_plan import Fill, Rebuild, RecoveryPlan
+from megatron_ft.adopt import rules as adoption
+from megatron_ft.adopt.rules import adoptions
+from megatron_ft.recovery_plan import Adopt, Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin import refill as rules
 from megatron_ft.rejoin.history import History, slots_of
 from megatron_ft.rejoin.hope import Help, stop_if_hopeless
@@ -73,6 +75,8 @@ class Membership:
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit)
         self.checkfree = session.early.checkfree
+        # Swapped routes and two stages on a process at once are not compiled yet.
+        self.adopts: bool = session.early.mecefo.enabled and not self.checkfree.plus
         self.desired = len(session.world.ids) if session.world is not None else 0
         """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
         self.full = 0
@@ -107,7 +111,15 @@ class Membership:
             "exhausted": self.spawner.exhausted,
             "grad_square": self.session.grad_square,
             "pid": self.pid,
+            "held": self.held_beside,
+            **(self.session.hosting.facts() if self.session.hosting is not None else {}),
         }
+
+    @property
+    def held_beside(self) -> frozenset[Shard]:
+        """Shards whose state this process holds beside its own one's."""
+        hosting = self.session.hosting
+        return frozenset() if hosting is None else hosting.held()
 
     def decide(
         self, before: Assignment, dead: frozenset[int], reports: Mapping[int, Report]
@@ -120,9 +132,28 @@ class Membership:
             return None
         receiving = frozenset(p for p, f in facts.items() if f["receiving"])
         gone = self._drained_by(before, dead, reports)
-        plan = rules.settle(topology, before, dead, receiving, gone)
-        leaving = rules.processes_of(topology, before, gone)
         committed = max((facts[p]["committed"] for p in facts), default=0)
+        holds: dict[int, frozenset[Shard]] = {
+            p: f["held"] | ({f["built"].shard} if p not in receiving else set())
+            for p, f in facts.items()
+            if f["built"] is not None and f["committed"] == committed
+        }
+        over = any(f["over"] for f in facts.values())
+        if self.adopts:
+            plan = adoption.settle(
+                topology,
+                before,
+                dead,
+                holds,
+                receiving,
+                gone,
+                # Elsewhere than in a step not all would go on from the same place.
+                anew=not over and all(facts[p].get("training") for p in active),
+                unable=frozenset(p for p, f in facts.items() if f.get("unable")),
+            )
+        else:
+            plan = rules.settle(topology, before, dead, receiving, gone)
+        leaving = rules.processes_of(topology, before, gone)
         built = {
             p: f["built"]
             for p, f in facts.items()
@@ -131,15 +162,10 @@ class Membership:
             and p not in leaving
             and p not in self.history.left
         }
-        holds: dict[int, frozenset[Shard]] = {
-            p: frozenset({f["built"].shard})
-            for p, f in facts.items()
-            if f["built"] is not None and f["committed"] == committed and p not in receiving
-        }
         barred = self.history.closed(topology) | slots_of(topology, gone)
-        over = any(f["over"] for f in facts.values())
         asked = any(f.get("boundary") for f in facts.values())
         if not over and (asked or not plan.assignment.whole_replicas(topology)):
+            plan = adoption.give_back(topology, plan, built, holds, barred)
             plan = rules.refill(topology, plan, built, holds, barred, self.checkfree)
         building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
         pool = set(plan.assignment.pool)
@@ -171,7 +197,7 @@ class Membership:
     def repair(self, facts: Mapping[str, Any]) -> Repaired:
         """Repair until the world is whole, newcomers are in, and state is where it belongs."""
         called = not self.newcomer
-        refilled = False
+        refilled, adopted = False, set[int]()
         while True:
             spawned = bool(facts.get("boundary")) and self._has_room() and self.spawner.ready()
             orders = self.session.control.orders.tell() if facts.get("boundary") else {}
@@ -182,9 +208,10 @@ class Membership:
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
                 return repaired
-            fills = [a for a in repaired.plan.actions if isinstance(a, Fill | Rebuild)]
+            moves = [a for a in repaired.plan.actions if isinstance(a, Fill | Rebuild | Adopt)]
+            fills = [a for a in moves if not isinstance(a, Adopt)]
             leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
-            if leaders and not fills:
+            if leaders and not moves:
                 # One at a time: the first newcomer takes part in taking in the second.
                 self._admit(leaders[0])
                 called = False
@@ -192,13 +219,21 @@ class Membership:
                 continue
             # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
             refilled = refilled or bool(fills)
-            if not fills or not self.world.slots:
-                return replace(repaired, refilled=refilled)
+            adopted |= {self.world.topology.replica_of(a.slot) for a in adoptions(repaired.plan)}
+            told_by = replace(repaired, refilled=refilled, adopted=frozenset(adopted))
+            if not moves or not self.world.slots:
+                self._settle_adopted()
+                return told_by
             self.receiving = any(f.process == self.world.process and needs_state(f) for f in fills)
-            if move_state(self.session, fills, repaired):
+            if move_state(self.session, moves, repaired):
                 self.receiving = False
-                return replace(repaired, refilled=refilled)
+                self._settle_adopted()
+                return told_by
             facts = {name: fact for name, fact in facts.items() if name != "boundary"}
+
+    def _settle_adopted(self) -> None:
+        if self.session.hosting is not None:
+            self.session.hosting.settle()
 
     def _learn(self, repaired: Repaired) -> None:
         """Draw the same conclusions from a repair as everybody else."""
@@ -363,7 +398,7 @@ class Membership:
         self._changed = False
         now = RecoveryPlan(world.topology, world.assignment, frozenset(), world.assignment, ())
         holds = {
-            p: frozenset({world.topology.shard_of(world.assignment.slots_of(p)[0])})
+            p: frozenset(map(world.topology.shard_of, world.assignment.slots_of(p)))
             for p in world.assignment.active_processes
         }
         if not holds:  # nobody trains: what the pool has kept is what there is
@@ -376,7 +411,7 @@ class Membership:
             }
         plan = rules.refill(
             world.topology,
-            now,
+            adoption.give_back(world.topology, now, self.ready, holds, self.closed),
             self.ready,
             holds,
             self.closed,

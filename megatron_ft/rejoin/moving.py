@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.recovery_plan import Adopt, Fill, Rebuild
 from megatron_ft.world.errors import is_failure
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
-Move = Fill | Rebuild
+Move = Fill | Rebuild | Adopt
 
 
 def needs_state(move: Move) -> bool:
@@ -55,7 +55,11 @@ def move_state(session: Session, moves: Sequence[Move], repaired: Repaired) -> b
     if not world.agree(ok):
         return False
     for move in moves:
-        if move.process == world.process:
+        if move.process != world.process:
+            continue
+        if isinstance(move, Adopt):
+            session.adopted(move, moved.get(move.slot))
+        else:
             session.filled(move, moved.get(move.slot))
     return True
 
@@ -73,13 +77,18 @@ def _take_or_give(session: Session, move: Move, repaired: Repaired) -> Moved | N
     return None
 
 
-def copy_state(session: Session, fill: Fill) -> Moved:
+def copy_state(session: Session, fill: Fill | Adopt) -> Moved | None:
     """This process's side of one copy."""
     from megatron_ft.rejoin import transfer
 
     world = session.world
     assert world is not None
+    if isinstance(fill, Adopt) and fill.process == world.process:
+        return session.hosting.adopt(fill)
     with world.watch.waiting():
         if fill.process == world.process:
             return transfer.receive(session, world.comm, world.rank_of(fill.source_process))
-        return transfer.send(session, world.comm, world.rank_of(fill.process))
+        rank = world.rank_of(fill.process)
+        if world.topology.shard_of(fill.slot) in session.membership.held_beside:
+            return session.hosting.stage.send(world.comm, rank)
+        return transfer.send(session, world.comm, rank)

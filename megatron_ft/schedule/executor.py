@@ -28,6 +28,7 @@ from megatron_ft.schedule.placement import Placement, normal
 from megatron_ft.schedule.routes import Route, identity
 
 RouteChoice = Callable[[int, bool], Sequence[Route]]
+Around = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 def straight(num_stages: int) -> RouteChoice:
@@ -45,6 +46,7 @@ class Executor:
         placement: The process (rank in the pipeline group) of each stage, by default its own. May
             be set between calls, on all processes of a replica.
         limit: Microbatches in flight, see ``compile_schedule``.
+        around: Opened around each forward and backward pass at a stage, which it is told.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Executor:
         routes: RouteChoice | None = None,
         placement: Placement | None = None,
         limit: int | None = None,
+        around: Around | None = None,
     ) -> None:
         self.routes = routes
         self.placement = placement
         self.limit = limit
+        self.around = around or (lambda stage: contextlib.nullcontext())
 
     def __call__(
         self,
@@ -113,6 +117,7 @@ class Executor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             cp_size=pg_collection.cp.size(),
+            around=self.around,
         )
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
@@ -175,6 +180,7 @@ class _Run:
         collect_non_loss_data: bool,
         first_val_step: bool | None,
         cp_size: int,
+        around: Around,
     ) -> None:
         self.schedule = schedule
         self.actions = schedule.actions[process]
@@ -185,6 +191,7 @@ class _Run:
         self.collect_non_loss_data = collect_non_loss_data
         self.first_val_step = first_val_step
         self.cp_size = cp_size
+        self.around = around
         self.forwards_left = dict.fromkeys(chunks, schedule.num_microbatches)
         self.backwards_left = dict.fromkeys(chunks, schedule.num_microbatches)
         self.live: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -217,9 +224,11 @@ class _Run:
 
     def _do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
-            self._forward(action.microbatch, action.stage)
+            with self.around(action.stage):
+                self._forward(action.microbatch, action.stage)
         elif action.kind is Kind.BACKWARD:
-            self._backward(action.microbatch, action.stage)
+            with self.around(action.stage):
+                self._backward(action.microbatch, action.stage)
         elif action.kind in SENDS:
             self._send(action)
         else:

@@ -48,6 +48,8 @@ class Report:
     label: int | None = None
     """The slot for which the groups were made; None for a process without groups."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    adopted: tuple[int, tuple[GroupKey, ...]] | None = None
+    """The slot that it serves beside its own, and the groups of that one."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,12 @@ class Repaired:
     """From the call to the new epoch, on this process."""
     refilled: bool = False
     """Whether slots were filled in this repair or in one that it began again."""
+    adopted: frozenset[int] = frozenset()
+    """Replicas in which a neighbour adopted slots, in this repair or in one that it began again."""
 
+
+Host = Callable[[int, Mapping[GroupKey, Link], Mapping[int, Report]], dict[GroupKey, Group]]
+"""From an adopted slot, the links of its groups and the reports to the groups."""
 
 Planner = Callable[[Assignment, frozenset[int], Mapping[int, Report]], Any]
 """From the assignment, the dead and the reports to a RecoveryPlan; pure."""
@@ -113,6 +120,14 @@ class World:
         self.label: int | None = self.slots[0] if self.slots else None
         self.relabel: Callable[[int, int], None] = _cannot_relabel
         """Makes this process, built for one slot, that of another; set by who built it."""
+        self.adopted_slot: int | None = None
+        """The slot that this process serves beside its own."""
+        self.adopted_groups: dict[GroupKey, Group] = {}
+        """The groups of that slot. Those in which its own is too share their link."""
+        self.host: Host = _cannot_host
+        """Makes the groups of an adopted slot."""
+        self.unhost: Callable[[Iterable[Group]], None] = lambda groups: None
+        """Forgets them."""
         self.boundary_asked = False
         self.alone: Assignment | None = None
         """While this process builds for a slot by itself: that slot is all that is served."""
@@ -192,7 +207,7 @@ class World:
                 has done its whole part of the pipeline, so that its replica can finish.
         """
         with self._links:
-            for group in list(self.groups.values()):
+            for group in self._all_groups():
                 if group.link.comm is not None:
                     revoke(group.link.comm)
                 if pipeline and group.link.p2p is not None:
@@ -200,9 +215,12 @@ class World:
 
     def revoke_across(self) -> None:
         """Free everyone who waits for this process in a group across replicas."""
-        for key, group in self.groups.items():
-            if group.link.comm is not None and not self.within_replica(key.slots):
+        for group in self._all_groups():
+            if group.link.comm is not None and not self.within_replica(group.key.slots):
                 revoke(group.link.comm)
+
+    def _all_groups(self) -> list[Group]:
+        return [*self.groups.values(), *self.adopted_groups.values()]
 
     # -- repair ----------------------------------------------------------------------------------
 
@@ -238,13 +256,16 @@ class World:
         before = self.assignment
         known = frozenset(self.ids)
         with self.watch.waiting():
-            for group in self.groups.values():
+            for group in self._all_groups():
                 group.drain()
         if called:
             revoke(self.comm)
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
-            report = Report(self.process, groups, self.label, facts)
+            adopted = None
+            if self.adopted_slot is not None:
+                adopted = (self.adopted_slot, tuple(self.adopted_groups))
+            report = Report(self.process, groups, self.label, facts, adopted)
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
             outcome, ok = None, True
@@ -290,7 +311,11 @@ class World:
             active = _split_active(new, assignment, self.process)
         outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)), active, {})
         links = outcome.links
-        for key in self.groups if mine else ():
+        ours = set(self.groups) if mine else set()
+        if len(mine) == 2:
+            outcome.adopted = (mine[1], keys_of_slot(self.topology, mine[1], reports))
+            ours.update(outcome.adopted[1])
+        for key in ours:
             if {assignment.process_of[slot] for slot in key.slots} - {None} == {self.process}:
                 links[key] = Link.make(key.slots, assignment.process_of, None)
         every: list[GroupKey] = []
@@ -298,6 +323,8 @@ class World:
             slots = assignment.slots_of(r.process)
             if slots and r.label is not None:
                 every += [moved(self.topology, key, r.label, slots[0]) for key in r.groups]
+            for slot in slots[1:]:
+                every += keys_of_slot(self.topology, slot, reports)
         for batch in rounds(every, assignment.process_of):
             part = batch.color(mine)
             color, key = part if part is not None else (MPI.UNDEFINED, None)
@@ -307,7 +334,7 @@ class World:
                 if key is None:
                     continue
                 quiet(comm)
-                assert key in self.groups, f"process {self.process}, slots {mine}: no group {key}"
+                assert key in ours, f"process {self.process}, slots {mine}: no group {key}"
                 p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
         return outcome
@@ -338,14 +365,28 @@ class World:
         self.assignment = outcome.assignment
         with self._links:
             old: list[MPI.Comm | None] = [self.active]
+            # Groups of both slots of a process share their link.
+            for link in {id(group.link): group.link for group in self._all_groups()}.values():
+                old += [link.comm, link.p2p]
             for key, group in self.groups.items():
-                old += [group.link.comm, group.link.p2p]
                 # Without a slot there is nothing to talk to: the dead link stays and may not be
                 # used.
                 group.link = outcome.links.get(key, group.link)
+            self._install_adopted(outcome)
             self.active = outcome.active
             for comm in old:
                 free(comm)
+
+    def _install_adopted(self, outcome: _Outcome) -> None:
+        slot, keys = outcome.adopted if outcome.adopted is not None else (None, ())
+        if slot != self.adopted_slot:
+            self.unhost(list(self.adopted_groups.values()))
+            self.adopted_slot, self.adopted_groups = slot, {}
+            if slot is not None:
+                links = {key: outcome.links[key] for key in keys}
+                self.adopted_groups = self.host(slot, links, outcome.reports)
+        for key, group in self.adopted_groups.items():
+            group.link = outcome.links[key]
 
     def _replace_world(self, new: MPI.Comm) -> None:
         # Local arithmetic, not a message: another failure may be under way already.
@@ -374,6 +415,8 @@ class _Outcome:
     dead: tuple[int, ...]
     active: MPI.Comm | None
     links: dict[GroupKey, Link]
+    adopted: tuple[int, tuple[GroupKey, ...]] | None = None
+    """The slot that this process serves beside its own, and the groups of that one."""
 
     def discard(self) -> None:
         free(self.active)
@@ -386,6 +429,27 @@ def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.C
     slots = assignment.slots_of(process)
     part = comm.Split(0 if slots else MPI.UNDEFINED, slots[0] if slots else 0)
     return quiet(part) if slots else None
+
+
+def keys_of_slot(
+    topology: Topology, slot: int, reports: Mapping[int, Report]
+) -> tuple[GroupKey, ...]:
+    """The groups of a slot whose own process is no more: as those who hold its shard have them."""
+    label, keys = _holder(topology, slot, reports)
+    return tuple(moved(topology, key, label, slot) for key in keys)
+
+
+def _holder(
+    topology: Topology, slot: int, reports: Mapping[int, Report]
+) -> tuple[int, tuple[GroupKey, ...]]:
+    at = topology.coordinate(slot)
+    known = [(r.label, r.groups) for _, r in sorted(reports.items()) if r.label is not None]
+    known += [r.adopted for _, r in sorted(reports.items()) if r.adopted is not None]
+    for label, keys in known:
+        assert label is not None
+        if keys and topology.coordinate(label)._replace(dp=at.dp) == at:
+            return label, keys
+    raise AssertionError(f"nobody has the groups of slot {slot}")
 
 
 def _without(assignment: Assignment, dead: Iterable[int]) -> Assignment:
@@ -401,6 +465,10 @@ def _without(assignment: Assignment, dead: Iterable[int]) -> Assignment:
 
 def _cannot_relabel(old: int, new: int) -> None:
     raise AssertionError(f"a process without groups cannot move from slot {old} to {new}")
+
+
+def _cannot_host(slot: int, links: Any, reports: Any) -> dict[GroupKey, Group]:
+    raise AssertionError(f"slot {slot} is adopted, and nobody can make its groups")
 
 
 def join(bridge: MPI.Intracomm) -> MPI.Intracomm:

@@ -1,0 +1,140 @@
+"""What a process does when it adopts a slot, and when it gives it back.
+
+repair: the plan says Adopt     ``World`` connects the groups of the slot, ``host`` makes them
+state moves                     ``adopt`` builds the stage and receives its state
+attempt                         the transaction runs both stages (``adopt.step``)
+repair: the slot is another's   its state goes where it is wanted, then ``settle`` drops it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.adopt import groups, view
+from megatron_ft.adopt.rules import hosts_in
+from megatron_ft.adopt.stage import AdoptedStage
+from megatron_ft.adopt.view import SlotView
+from megatron_ft.recovery_plan import Adopt
+from megatron_ft.rejoin.transfer import Moved
+from megatron_ft.schedule.executor import Executor
+from megatron_ft.schedule.placement import normal
+from megatron_ft.topology import Shard
+from megatron_ft.world.derive import GroupKey
+from megatron_ft.world.link import Link
+from megatron_ft.world.world import Report
+
+if TYPE_CHECKING:
+    from megatron_ft.session import Session
+
+logger = logging.getLogger("megatron_ft.adopt")
+
+
+class Hosting:
+    """This process's part in adoption.
+
+    Attributes:
+        stage: What it runs beside its own stage.
+        unable: Whether it has tried to adopt a stage and failed, as for want of memory.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.stage: AdoptedStage | None = None
+        self.unable = False
+        self._view: SlotView | None = None
+        self._names: view.Names = {}
+        assert session.world is not None
+        self.world = session.world
+        self.world.host = self._host
+        self.world.unhost = self._unhost
+
+    # -- what the others are told ----------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What a repair must know: what is held beside one's own shard, and Megatron's globals."""
+        built = bool(self.session.model) and not self.session.joining
+        return {
+            "held": self.held(),
+            "unable": self.unable,
+            "names": view.names() if built else {},
+            "adopted_names": self._names,
+        }
+
+    def held(self) -> frozenset[Shard]:
+        """The shards of which this process holds the state beside its own."""
+        if self.stage is None or not self.stage.holds_state:
+            return frozenset()
+        return frozenset({self.world.topology.shard_of(self.stage.slot)})
+
+    # -- repairs ---------------------------------------------------------------------------------
+
+    def _host(
+        self, slot: int, links: Mapping[GroupKey, Link], reports: Mapping[int, Report]
+    ) -> dict[GroupKey, Any]:
+        made = groups.make(slot, links, self.session.policy)
+        self._names = _names_of(self.world.topology, slot, reports)
+        self._view = SlotView(slot, self._names, made, self.session.args)
+        return dict(made)
+
+    def _unhost(self, made: Iterable[Any]) -> None:
+        groups.forget(made)
+        self._view, self._names = None, {}
+
+    def adopt(self, action: Adopt) -> Moved | None:
+        """Build what this process adopts, and get its state; None if it is here already.
+
+        Raises:
+            MPI.Exception: Whoever sends it died.
+        """
+        world = self.world
+        if self.stage is not None and self.stage.slot == action.slot and self.stage.holds_state:
+            return None
+        if self.stage is None or self.stage.slot != action.slot:
+            assert self._view is not None and self._view.slot == action.slot
+            try:
+                with world.watch.working():
+                    self.stage = AdoptedStage(self.session, self._view)
+            except Exception:
+                self.unable = True
+                raise
+        with world.watch.waiting():
+            return self.stage.receive(world.comm, world.rank_of(action.source_process))
+
+    def settle(self) -> None:
+        """After a repair: drop what is another's again, and let the pipeline follow."""
+        transaction = self.session.transaction
+        stage = self.stage
+        if stage is not None and stage.slot != self.world.adopted_slot:
+            self.stage = stage = None
+            gc.collect()  # a model and its optimizer hold each other
+        if transaction is None:
+            return
+        transaction.host(stage)
+        transaction.placed = None
+        if self.world.slots:
+            replica = self.world.topology.replica_of(self.world.slots[0])
+            placement = hosts_in(self.world.topology, self.world.assignment, replica)
+            if placement != normal(len(placement)):
+                transaction.placed = Executor(placement=placement, around=self.around)
+
+    def around(self, stage: int) -> contextlib.AbstractContextManager[None]:
+        """Opened around each pass at ``stage``: Megatron's globals are those of its slot."""
+        if self.stage is not None and self.stage.stage == stage:
+            return self.stage.view.shown()
+        return contextlib.nullcontext()
+
+
+def _names_of(topology: Any, slot: int, reports: Mapping[int, Report]) -> view.Names:
+    at = topology.coordinate(slot)
+    for _, report in sorted(reports.items()):
+        known = [(report.label, report.facts.get("names"))]
+        if report.adopted is not None:
+            known.append((report.adopted[0], report.facts.get("adopted_names")))
+        for label, names in known:
+            if label is not None and names and topology.coordinate(label)._replace(dp=at.dp) == at:
+                return view.moved_names(topology, names, label, slot)
+    raise AssertionError(f"nobody knows the groups of slot {slot}")
