@@ -317,13 +317,16 @@ class Session:
     def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
         """Megatron's save_checkpoint, tried again if a process dies in it."""
         started = time.monotonic()
+        written = True
         with (self.watch or NO_WATCH).saving():
             if self.resilient:
                 from megatron_ft.recover.saving import save
 
-                save(self, lambda: original(iteration, *args, **kwargs), iteration)
+                written = save(self, lambda: original(iteration, *args, **kwargs), iteration)
             else:
                 original(iteration, *args, **kwargs)
+        if not written:
+            return
         reporting.checkpoint(self, iteration, time.monotonic() - started)
         if self.observer.log.elected:
             note_checkpoint(iteration)

@@ -322,7 +322,7 @@ def no_compact() -> None:
     """Checkpoints are written as if all slots were served."""
     from megatron_ft.recover import saving
 
-    saving.compact = lambda world: contextlib.nullcontext()  # type: ignore[assignment]
+    saving.compact_exact = lambda world: contextlib.nullcontext(True)  # type: ignore[assignment]
 
 
 def no_forgetting_of_writes() -> None:

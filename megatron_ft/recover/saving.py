@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.session import NoWayOn
-from megatron_ft.world.compact import compact
+from megatron_ft.world.compact import compact_exact, hosting_replicas
 from megatron_ft.world.errors import WorldBroken
 
 if TYPE_CHECKING:
@@ -31,8 +31,11 @@ logger = logging.getLogger("megatron_ft.saving")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def save(session: Session, attempt: Callable[[], object], iteration: int) -> None:
+def save(session: Session, attempt: Callable[[], object], iteration: int) -> bool:
     """Run ``attempt`` until it succeeds on all active processes.
+
+    Returns:
+        False where nothing was written, because a process runs two stages in every replica.
 
     Raises:
         NoWayOn: A process failed to write for a reason of its own, such as a full disk; the same
@@ -42,9 +45,16 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> Non
     assert world is not None
     tracked = _tracker_time(Path(session.args.save))
     while True:
+        if hosting_replicas(world).issuperset(world.assignment.whole_replicas(world.topology)):
+            logger.warning(
+                "the checkpoint of iteration %d is left out: in every replica that is left a "
+                "process runs two stages, and only exact replicas write",
+                iteration,
+            )
+            return False
         error = _try(session, attempt)
         if world.agree(error is None):
-            return
+            return True
         repaired = session.mend(f"save of iteration {iteration}", {"save_error": error})
         errors = {r.process: r.facts.get("save_error") for r in repaired.reports.values()}
         own = {process: text for process, text in errors.items() if text}
@@ -58,7 +68,7 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> Non
                 "another --save; earlier checkpoints are as they were"
             )
         if _is_complete(session, iteration, tracked):
-            return
+            return True
         _forget_written()
         logger.warning("saving iteration %d was broken off; trying again", iteration)
 
@@ -69,8 +79,9 @@ def _try(session: Session, attempt: Callable[[], object]) -> str | None:
     assert world is not None
     policy.in_transaction = True
     try:
-        with compact(world):
-            attempt()
+        with compact_exact(world) as takes_part:
+            if takes_part:
+                attempt()
         return None
     except (Exception, CheckpointException) as caught:  # the latter is none of the former
         world.revoke_active()

@@ -4,28 +4,102 @@ A checkpoint is written by rank 0, by the first data-parallel rank of each shard
 a data-parallel group in turn. With vacant slots the writer may be missing. But vacancies are whole
 replicas, so the live slots, counted through, are a complete Megatron job with fewer replicas. While
 ``compact`` is open, ranks, sizes and groups are those of that job.
+
+A replica in which a process runs two stages is left out, too: nobody could write for both. Its
+processes share the communicators across replicas, so the others get new ones for that time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from mpi4py import MPI
 from torch.distributed import distributed_c10d
 
 from megatron_ft.world import registry
+from megatron_ft.world.derive import GroupKey, rounds
+from megatron_ft.world.errors import guard
 from megatron_ft.world.link import Link
-from megatron_ft.world.world import World
+from megatron_ft.world.world import World, free, quiet
+
+NO_COMMS: Mapping[GroupKey, MPI.Intracomm | None] = {}
+
+
+def hosting_replicas(world: World) -> frozenset[int]:
+    """The replicas in which a process runs two stages."""
+    return frozenset(map(world.topology.replica_of, world.shown.adopted))
 
 
 @contextlib.contextmanager
-def compact(world: World) -> Iterator[None]:
-    """Show the live slots as a job of their own; does nothing while none is vacant."""
-    process_of = world.shown.process_of
-    live = world.shown.live_slots
+def compact_exact(world: World) -> Iterator[bool]:
+    """Show the slots of exact replicas as a job of their own; whether this process is in it.
+
+    Collective over the active processes.
+
+    Raises:
+        WorldBroken: A process died.
+    """
+    without = hosting_replicas(world)
+    takes_part = world.topology.replica_of(world.slots[0]) not in without
+    if not without:
+        with compact(world):
+            yield True
+        return
+    comms = _comms_without(world, without)
+    try:
+        with compact(world, without, comms) if takes_part else contextlib.nullcontext():
+            yield takes_part
+    finally:
+        for comm in comms.values():
+            free(comm)
+
+
+def _comms_without(world: World, replicas: frozenset[int]) -> dict[GroupKey, MPI.Intracomm | None]:
+    """New communicators for the groups across replicas, without these replicas."""
+    process_of = _without(world, replicas)
+    mine = [slot for slot in world.slots if process_of[slot] is not None]
+    across = [key for key in world.known_keys if not world.within_replica(key.slots)]
+    comms: dict[GroupKey, MPI.Intracomm | None] = dict.fromkeys(world.groups if mine else ())
+    for key in list(comms):
+        if world.within_replica(key.slots):
+            del comms[key]
+    assert world.active is not None
+    with guard("split", "world"):
+        for batch in rounds(across, process_of):
+            part = batch.color(mine) if mine else None
+            color, key = part if part is not None else (MPI.UNDEFINED, None)
+            order = key.slots.index(mine[0]) if key is not None else 0
+            comm = world.active.Split(color, order)
+            if key is not None:
+                comms[key] = quiet(comm)
+    return comms
+
+
+def _without(world: World, replicas: frozenset[int]) -> tuple[int | None, ...]:
+    return tuple(
+        None if world.topology.replica_of(slot) in replicas else process
+        for slot, process in enumerate(world.shown.process_of)
+    )
+
+
+@contextlib.contextmanager
+def compact(
+    world: World,
+    without: frozenset[int] = frozenset(),
+    comms: Mapping[GroupKey, MPI.Intracomm | None] = NO_COMMS,
+) -> Iterator[None]:
+    """Show the live slots as a job of their own; does nothing while none is vacant.
+
+    Args:
+        without: Replicas that are to be left out although they are live.
+        comms: Communicators of groups that have others without them.
+    """
+    process_of = _without(world, without)
+    live = [slot for slot, process in enumerate(process_of) if process is not None]
     mine = world.shown.slots_of(world.process)[0]
     if len(live) == len(process_of):
         yield
@@ -45,7 +119,8 @@ def compact(world: World) -> Iterator[None]:
         for group, link in before_links.items():
             slots = tuple(number[slot] for slot in link.slots if slot in number)
             if mine in link.slots:
-                group.link = Link.make(slots, processes, link.comm, link.p2p)
+                comm = comms.get(group.key, link.comm)
+                group.link = Link.make(slots, processes, comm, link.p2p)
                 group.shown_rank = slots.index(number[mine])
                 group_ranks[group] = {slot: i for i, slot in enumerate(slots)}
         for name, ranks in before_lists.items():

@@ -128,6 +128,8 @@ class World:
         """Makes the groups of an adopted slot."""
         self.unhost: Callable[[Iterable[Group]], None] = lambda groups: None
         """Forgets them."""
+        self.known_keys: tuple[GroupKey, ...] = ()
+        """The groups of all who serve slots, as of the last repair."""
         self.boundary_asked = False
         self.alone: Assignment | None = None
         """While this process builds for a slot by itself: that slot is all that is served."""
@@ -325,6 +327,7 @@ class World:
                 every += [moved(self.topology, key, r.label, slots[0]) for key in r.groups]
             for slot in slots[1:]:
                 every += keys_of_slot(self.topology, slot, reports)
+        outcome.keys = tuple(sorted(set(every)))
         for batch in rounds(every, assignment.process_of):
             part = batch.color(mine)
             color, key = part if part is not None else (MPI.UNDEFINED, None)
@@ -373,6 +376,7 @@ class World:
                 # used.
                 group.link = outcome.links.get(key, group.link)
             self._install_adopted(outcome)
+            self.known_keys = outcome.keys
             self.active = outcome.active
             for comm in old:
                 free(comm)
@@ -417,6 +421,8 @@ class _Outcome:
     links: dict[GroupKey, Link]
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
     """The slot that this process serves beside its own, and the groups of that one."""
+    keys: tuple[GroupKey, ...] = ()
+    """The groups of all."""
 
     def discard(self) -> None:
         free(self.active)
