@@ -184,7 +184,8 @@ def incident(session: Session, repaired: Repaired, how: str) -> None:
 def evaluation(session: Session, lm_loss: float, data_iterator: Any, seconds: float) -> None:
     """An evaluation is complete; called on the last pipeline stage."""
     loader = getattr(data_iterator, "iterable", data_iterator)
-    split = "test" if getattr(loader, "kind", "valid") == "test" else "validation"
+    kind = getattr(loader, "kind", None) or session.kind_of_data(False)
+    split = "test" if kind == "test" else "validation"
     session.evaluations += 1
     session.emit(
         "eval",

@@ -288,11 +288,8 @@ class Session:
         grad_norm: float | None,
     ) -> None:
         """A step is done; on the last stage ``losses`` holds what is reported of it."""
-        reported = self.transaction.last_reports if self.transaction is not None else []
-        if "lm loss" not in losses and reported:
-            # The last stage is the one that this process has adopted.
-            total, count = reported[0]["lm loss"]
-            losses = {"lm loss": total / count}
+        reports = self.transaction.last_reports if self.transaction is not None else []
+        losses = losses or _of_an_adopted_stage(reports)
         if "lm loss" in losses:
             loss = losses["lm loss"].item()
             norm = float(grad_norm) if grad_norm is not None else None
@@ -302,6 +299,8 @@ class Session:
     def evaluation_begins(self) -> Iterator[None]:
         """Around Megatron's evaluate."""
         self.evaluating = True
+        if self.transaction is not None:
+            self.transaction.evaluated.clear()
         self._evaluations_after += int(self.training_over)
         try:
             with (self.watch or NO_WATCH).working(), self._reports_are_global():
@@ -311,7 +310,11 @@ class Session:
 
     def evaluated(self, losses: Any, data_iterator: Any, seconds: float) -> None:
         """An evaluation is done; None when it broke off at a time limit."""
-        if losses and "lm loss" in losses:
+        if losses is None:
+            return
+        reports = self.transaction.evaluated if self.transaction is not None else []
+        losses = losses or _of_an_adopted_stage(reports)
+        if "lm loss" in losses:
             reporting.evaluation(self, losses["lm loss"].item(), data_iterator, seconds)
 
     def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
@@ -458,6 +461,14 @@ class Session:
             self.transaction.speeds.forget()
         if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
             reporting.incident(self, repaired, self._how)
+
+
+def _of_an_adopted_stage(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The loss, where it is this process's adopted stage that computes it; else nothing."""
+    if not reports:
+        return {}
+    total, count = sum(report["lm loss"] for report in reports)
+    return {"lm loss": total / count}
 
 
 def _not_built(**kwargs: Any) -> Any:

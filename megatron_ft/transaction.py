@@ -136,6 +136,8 @@ class StepTransaction:
         """What this process runs beside its own stage."""
         self.alone: Any = None
         """The group of this slot alone."""
+        self.evaluated: list[dict[str, Any]] = []
+        """What the batches of an evaluation reported; whoever runs it empties the list."""
         self._attempted: list[int] = []
         self._base = 0
         """Dataset sample at which the microbatch 0 of what runs begins."""
@@ -196,6 +198,8 @@ class StepTransaction:
                 break
             self._mend(workload, training)
         workload.commit()
+        if not training:
+            self.evaluated += self._reports
         if training:
             if self.speeds is not None and attempts == 1:
                 self.speeds.observe(self._times)
@@ -361,8 +365,6 @@ class StepTransaction:
 
     def host(self, stage: AdoptedStage | None) -> None:
         """From now on this process runs ``stage`` beside its own; None: its own alone."""
-        if stage is self.adopted:
-            return
         self.adopted = stage
         if self.snapshots is not None:
             self.snapshots.host(() if stage is None else stage.bucket_groups)
@@ -425,6 +427,7 @@ class StepTransaction:
         if self.adopted is None:
             return
         optimizer, scheduler = self.adopted.optimizer, self.adopted.scheduler
+        optimizer.ft_held = getattr(self.optimizer, "ft_held", ())
         done, _, _ = optimizer.step()
         if done:
             scheduler.step(increment=self.adopted.session.args.global_batch_size)

@@ -38,13 +38,14 @@ class Hosting:
 
     Attributes:
         stage: What it runs beside its own stage.
-        unable: Whether it has tried to adopt a stage and failed, as for want of memory.
+        unable: Whether it cannot: fp16, or it has tried and failed, as for want of memory.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.stage: AdoptedStage | None = None
-        self.unable = False
+        # A loss scaler moves on in each optimizer by itself.
+        self.unable = bool(session.args.fp16)
         self._view: SlotView | None = None
         self._names: view.Names = {}
         assert session.world is not None
@@ -113,13 +114,25 @@ class Hosting:
             gc.collect()  # a model and its optimizer hold each other
         if transaction is None:
             return
-        transaction.host(stage)
+        if stage is not transaction.adopted:
+            transaction.host(stage)
+            self._serve(stage)
         transaction.placed = None
         if self.world.slots:
             replica = self.world.topology.replica_of(self.world.slots[0])
             placement = hosts_in(self.world.topology, self.world.assignment, replica)
             if placement != normal(len(placement)):
                 transaction.placed = Executor(placement=placement, around=self.around)
+
+    def _serve(self, stage: AdoptedStage | None) -> None:
+        """Let MeCeFO know which layers this process has, and may degrade."""
+        mecefo = self.session.mecefo
+        if mecefo is None:
+            return
+        chunks = [] if stage is None else [(stage.stage, chunk) for chunk in stage.model]
+        own = self.world.topology.stage_of(self.world.label)
+        chunks += [(own, chunk) for chunk in self.session.model]
+        mecefo.serve(sorted(chunks, key=lambda served: served[0]))
 
     def around(self, stage: int) -> contextlib.AbstractContextManager[None]:
         """Opened around each pass at ``stage``: Megatron's globals are those of its slot."""
