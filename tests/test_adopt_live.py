@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Run, assert_faults_fired, assert_same_training, launch
+from test_recover_checkpoint import assert_holds_the_same, saving, tracker
 
 EXACT = (*("--ft-mecefo-no-skip-attention", "--ft-mecefo-no-recompute", "--ft-mecefo-no-low-rank"),)
 """Both stages keep their exact backward passes, so that training is the fault-free one."""
@@ -56,3 +57,130 @@ def test_the_neighbour_runs_both_stages(reference: Run, tmp_path: Path) -> None:
     assert not run.of_kind("replica_dark")
     assert_same_training(run, reference)
     assert_equal_replicas(digests(tmp_path, 8), 2, 2)
+
+
+def test_with_its_adopter_dead_too_the_replica_goes_dark(reference: Run, tmp_path: Path) -> None:
+    """The adopter of a slot dies too: its replica goes dark, as without adoption."""
+    run = run_with(
+        *("kill@3:slot=3:point=backward", "kill@6:slot=1:point=forward:n=2"),
+        directory=tmp_path,
+        **PP2,
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 2)
+    assert len(run.of_kind("stage_adopted")) == 1
+    assert [event["replica"] for event in run.of_kind("replica_dark")] == [1]
+    assert_same_training(run, reference)
+
+
+LONG: dict[str, Any] = PP2 | {"iters": 40}
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_adopted_slot(tmp_path: Path) -> None:
+    """Slot 1 is adopted by the stage above, until the spare has built its stage."""
+    reference = launch("--ft-recover", **LONG)
+    run = run_with(
+        *("kill@5:slot=1:point=forward:n=1", "slow@4:slot=0:s=0.08:for=36"),
+        directory=tmp_path,
+        flags=(*EXACT, "--ft-spares", "1"),
+        processes=5,
+        **LONG,
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 2)
+    assert run.summary["status"] == "ok", "all slots have their own process at the end"
+    (adopted,), (filled,) = run.of_kind("stage_adopted"), run.of_kind("slot_filled")
+    assert (adopted["slot"], adopted["by_slot"]) == (1, 3)
+    assert (filled["slot"], filled["by_process"]) == (1, 4)
+    assert filled["iteration"] > adopted["iteration"]
+    assert not run.of_kind("replica_dark")
+    assert_same_training(run, reference)
+    assert_equal_replicas(digests(tmp_path, 40), 2, 2)
+
+
+PP4: dict[str, Any] = {"tp": 1, "pp": 4, "dp": 2, "iters": 8}
+
+
+@pytest.fixture(scope="module")
+def deep_reference() -> Run:
+    return launch("--ft-recover", **PP4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slot", "by_slot"), [(1, 3), (5, 3), (7, 5)])
+def test_first_middle_and_last_stage(
+    deep_reference: Run, tmp_path: Path, slot: int, by_slot: int
+) -> None:
+    run = run_with(f"kill@3:slot={slot}:point=backward:n=1", directory=tmp_path, **PP4)
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 1)
+    (adopted,) = run.of_kind("stage_adopted")
+    assert (adopted["slot"], adopted["by_slot"]) == (slot, by_slot)
+    assert_same_training(run, deep_reference)
+    assert_equal_replicas(digests(tmp_path, 8), 4, 2)
+
+
+@pytest.mark.slow
+def test_one_death_after_another(deep_reference: Run, tmp_path: Path) -> None:
+    """Two stages of one replica are adopted, then one of the other replica."""
+    kills = ("kill@2:slot=7:point=backward", "kill@4:slot=1", "kill@6:slot=2:point=reduced")
+    run = run_with(*kills, directory=tmp_path, **PP4)
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 3)
+    adopted = [(e["slot"], e["by_slot"]) for e in run.of_kind("stage_adopted")]
+    assert adopted == [(7, 5), (1, 3), (2, 0)]
+    assert_same_training(run, deep_reference)
+    assert_equal_replicas(digests(tmp_path, 8), 4, 2)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_peers_adopt_alike(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"tp": 2, "pp": 2, "dp": 2, "iters": 8}
+    flags = ("--sequence-parallel",)
+    reference = launch("--ft-recover", *flags, **sizes)
+    run = run_with(
+        "kill@3:slot=6:point=backward", directory=tmp_path, flags=(*EXACT, *flags), **sizes
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert sorted(e["slot"] for e in run.of_kind("stage_adopted")) == [6, 7]
+    assert_same_training(run, reference)
+    held = digests(tmp_path, 8)
+    assert sorted(held) == list(range(8))
+    for one, other in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        assert held[one] == held[other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_checkpoint_is_complete_while_a_stage_is_adopted(tmp_path: Path, form: str) -> None:
+    """Exact replicas write it: replica 0 is left out although it is live."""
+    wanted, got = tmp_path / "wanted", tmp_path / "got"
+    launch("--ft-recover", *saving(wanted, form, every=4), **PP2)
+    run = run_with(
+        "kill@3:slot=2:point=backward",
+        directory=tmp_path,
+        flags=(*EXACT, *saving(got, form, every=4)),
+        **PP2,
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert [event["slot"] for event in run.of_kind("stage_adopted")] == [2]
+    assert tracker(got) == "8"
+    for step in (4, 8):
+        assert_holds_the_same(got, wanted, step)
+
+
+@pytest.mark.slow
+def test_no_checkpoint_where_a_process_runs_two_stages_in_every_replica(tmp_path: Path) -> None:
+    """The negative control: with nobody exact nothing is written, and that is said."""
+    save = tmp_path / "checkpoints"
+    run = run_with(
+        *("kill@2:slot=2:point=backward", "kill@6:slot=1:point=backward"),
+        directory=tmp_path,
+        flags=(*EXACT, *saving(save, "torch", every=4)),
+        **PP2,
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert len(run.of_kind("stage_adopted")) == 2
+    assert tracker(save) == "4"
+    assert "is left out" in run.output

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.adopt.rules import adoptions, give_back, hosts_in, settle
+from megatron_ft.adopt.rules import adoptions, give_back, hosts_in, revive, settle
 from megatron_ft.recovery_plan import Adopt, Fill, GiveBack, GoDark, RecoveryPlan
 from megatron_ft.rejoin import refill
 from megatron_ft.rejoin.refill import Built
@@ -101,6 +101,33 @@ def test_a_pool_process_takes_the_adopted_slot() -> None:
     # One that has built another stage is of no use, nor where the slot is barred.
     assert give_back(PP4, now, {9: Built(Shard(0, 2), 4)}, holds) is now
     assert give_back(PP4, now, {9: Built(Shard(0, 0), 0)}, holds, barred=[1]) is now
+
+
+def test_a_dark_replica_comes_back_with_a_neighbour_in_two_slots() -> None:
+    """A death where nothing can be adopted at once: between two steps."""
+    before = initial_assignment(PP4, range(8))
+    dark = kill(PP4, before, PP4.slot(pp=2, dp=1), anew=False)
+    assert dark.assignment.dark_replicas(PP4) == (1,)
+    assert dark.assignment.pool == (1, 3, 7)
+    built = {p: Built(PP4.shard_of(p), p) for p in dark.assignment.pool}
+    holds = held(PP4, dark.assignment) | {7: frozenset({Shard(0, 3)})}
+    now = RecoveryPlan(PP4, dark.assignment, frozenset(), dark.assignment, ())
+    plan = revive(PP4, now, built, holds)
+    plan.assignment.check(PP4)
+    assert hosts_in(PP4, plan.assignment, 1) == (0, 1, 1, 3)
+    assert plan.actions == (
+        Fill(1, 1, 0, 0),
+        Fill(3, 3, 2, 2),
+        Adopt(5, 3, 4, 4),
+        Fill(7, 7, 7, None),  # it holds what was committed last
+    )
+    assert revive(PP4, now, built, holds, unable=[3]).assignment.slots_of(7) == (7, 5)
+    assert revive(PP4, now, built, holds, unable=[3, 7]) is now
+    assert revive(PP4, now, built, holds, closed=PP4.replica(1)) is now
+    without = {p: shards for p, shards in holds.items() if p != 4}
+    assert revive(PP4, now, built, without) is now, "nobody has the state of stage 2"
+    del built[1], built[3]
+    assert revive(PP4, now, built, holds) is now, "too few neighbours"
 
 
 @st.composite

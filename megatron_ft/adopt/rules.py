@@ -8,7 +8,7 @@ each other in its collectives. A peer that lives is free for other slots then. (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron_ft.placement import Site, solve_column
 from megatron_ft.recovery_plan import Action, Adopt, Fill, GiveBack, GoDark, RecoveryPlan
@@ -129,6 +129,74 @@ def give_back(
     return RecoveryPlan(topology, plan.before, plan.failed, assignment, tuple(actions))
 
 
+def revive(
+    topology: Topology,
+    plan: RecoveryPlan,
+    built: Mapping[int, Built],
+    holds: Holds,
+    *,
+    closed: Collection[int] = (),
+    unable: Collection[int] = (),
+) -> RecoveryPlan:
+    """Bring dark replicas back in which neighbours can serve what the pool has nobody for.
+
+    Args:
+        plan: Its assignment's pool is drawn from, after ``refill`` has made whole what it could.
+        built: What each ready pool process has built.
+        closed: Slots that no process of the pool takes; a replica of which all are stays dark.
+        unable: Processes that cannot run two stages.
+
+    Returns:
+        ``plan`` with a ``Fill`` for each slot that is served again by a process of its own, and an
+        ``Adopt`` for each of the others.
+    """
+    after = plan.assignment
+    held = {shard for shards in holds.values() for shard in shards}
+    if topology.data < 2 or not held.issuperset(topology.shards):
+        return plan
+    process_of = list(after.process_of)
+    adopted = set(after.adopted)
+    free = {p: built[p] for p in after.pool if p in built}
+    taken: list[int] = []
+    for replica in after.dark_replicas(topology):
+        if set(closed).issuperset(topology.replica(replica)):
+            continue
+        seats: dict[int, int] = {}
+        column = []
+        for slots in _stages(topology, replica):
+            left = {p: b for p, b in free.items() if p not in seats.values()}
+            found = seats_for(topology, tuple(slots), left, closed)
+            seats |= found or {}
+            able = found is not None and not set(found.values()) & set(unable)
+            column.append(Site(kept=found is not None, adoptable=True, may_host=able))
+        hosts = _solved(column)
+        if hosts is None:
+            continue
+        for slot in topology.replica(replica):
+            at = topology.coordinate(slot)
+            host = topology.slot(tp=at.tp, cp=at.cp, pp=hosts[at.pp], dp=replica)
+            process_of[slot] = seats[host]
+            free.pop(seats[host], None)
+            taken.append(slot)
+            if host != slot:
+                adopted.add(slot)
+    if not taken:
+        return plan
+    assignment = Assignment(
+        after.epoch,
+        tuple(process_of),
+        tuple(p for p in after.pool if p not in set(process_of)),
+        tuple(sorted(adopted)),
+    )
+    actions: list[Action] = list(plan.actions)
+    for slot in sorted(taken):
+        process = process_of[slot]
+        assert process is not None
+        kind = Adopt if slot in adopted else Fill
+        actions.append(kind(slot, process, *source_of(topology, slot, assignment, holds)))
+    return RecoveryPlan(topology, plan.before, plan.failed, assignment, tuple(actions))
+
+
 def adoptions(plan: RecoveryPlan | None) -> tuple[Adopt, ...]:
     """The slots that a plan lets a neighbour serve from now on."""
     return () if plan is None else tuple(a for a in plan.actions if isinstance(a, Adopt))
@@ -156,9 +224,7 @@ def _hosts(
 ) -> list[int] | None:
     """For each stage of a replica, the stage whose processes run it; None where it goes dark."""
     stages = range(topology.pipeline)
-    slots: list[list[int]] = [[] for _ in stages]
-    for slot in topology.replica(replica):
-        slots[topology.stage_of(slot)].append(slot)
+    slots = _stages(topology, replica)
     adopted = set(before.adopted)
     held = {shard for shards in holds.values() for shard in shards}
 
@@ -191,11 +257,24 @@ def _hosts(
                 may_host=anew and not unable_stages[pp],
             )
         )
+    return _solved(column)
+
+
+def _solved(column: Sequence[Site]) -> list[int] | None:
+    """For each stage, the one whose processes run it, without new ones; None if it cannot be."""
     option = solve_column(column, fresh_may_host=False).get(0)
     if option is None:
         return None
     step = {"keep": 0, "lower": -1, "upper": 1}
     return [pp + step[label] for pp, label in enumerate(option.labels)]
+
+
+def _stages(topology: Topology, replica: int) -> list[list[int]]:
+    """The slots of each stage of a replica."""
+    slots: list[list[int]] = [[] for _ in range(topology.pipeline)]
+    for slot in topology.replica(replica):
+        slots[topology.stage_of(slot)].append(slot)
+    return slots
 
 
 def _adopted_stages(topology: Topology, assignment: Assignment) -> list[tuple[int, ...]]:

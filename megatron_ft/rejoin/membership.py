@@ -167,6 +167,9 @@ class Membership:
         if not over and (asked or not plan.assignment.whole_replicas(topology)):
             plan = adoption.give_back(topology, plan, built, holds, barred)
             plan = rules.refill(topology, plan, built, holds, barred, self.checkfree)
+            if self.adopts:
+                unable = [p for p, f in facts.items() if f.get("unable")]
+                plan = adoption.revive(topology, plan, built, holds, closed=barred, unable=unable)
         building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
         pool = set(plan.assignment.pool)
         helpers = Help(
@@ -417,6 +420,12 @@ class Membership:
             self.closed,
             self.checkfree,
         )
+        if self.adopts:
+            known = {p: r.facts for p, r in self.others.items()}
+            unable = [p for p, f in known.items() if f.get("unable")]
+            plan = adoption.revive(
+                world.topology, plan, self.ready, holds, closed=self.closed, unable=unable
+            )
         return bool(plan.actions)
 
     def _hear(self) -> None:
