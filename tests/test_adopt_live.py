@@ -123,7 +123,7 @@ def test_a_spare_takes_the_adopted_slot(tmp_path: Path) -> None:
     (adopted,), (filled,) = run.of_kind("stage_adopted"), run.of_kind("slot_filled")
     assert (adopted["slot"], adopted["by_slot"]) == (1, 3)
     assert (filled["slot"], filled["by_process"]) == (1, 4)
-    assert filled["iteration"] > adopted["iteration"]
+    assert filled["epoch"] > adopted["epoch"]
     assert not run.of_kind("replica_dark")
     assert_same_training(run, reference)
     assert_equal_replicas(digests(tmp_path, 40), 2, 2)
