@@ -134,7 +134,10 @@ class Hosting:
         chunks = [] if stage is None else [(stage.stage, chunk) for chunk in stage.model]
         own = self.world.topology.stage_of(self.world.label)
         chunks += [(own, chunk) for chunk in self.session.model]
-        mecefo.serve(sorted(chunks, key=lambda served: served[0]))
+        mecefo.serve(
+            sorted(chunks, key=lambda served: served[0]),
+            optimizers=() if stage is None else [stage.optimizer],
+        )
 
     def around(self, stage: int) -> contextlib.AbstractContextManager[None]:
         """Opened around each pass at ``stage``: Megatron's globals are those of its slot."""

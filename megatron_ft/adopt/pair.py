@@ -105,8 +105,6 @@ class Pair:
 
     def step(self) -> None:
         """Do for the adopted stage what Megatron does for the own one after a commit."""
-        optimizer = self.adopted.optimizer
-        optimizer.ft_held = getattr(self._own, "ft_held", ())
-        done, _, _ = optimizer.step()
+        done, _, _ = self.adopted.optimizer.step()
         if done:
             self.adopted.scheduler.step(increment=self.session.args.global_batch_size)
