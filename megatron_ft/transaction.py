@@ -9,10 +9,9 @@ computed. What returns to Megatron is committed: its optimizer step is local ari
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,7 @@ from megatron_ft.world.errors import WorldBroken
 from megatron_ft.world.world import Repaired, World
 
 if TYPE_CHECKING:
-    from megatron_ft.adopt.stage import AdoptedStage
-    from megatron_ft.adopt.step import Seat
+    from megatron_ft.adopt.pair import Pair
     from megatron_ft.mecefo.live import Mecefo
     from megatron_ft.mecefo.quotas import Speeds
     from megatron_ft.schedule.executor import Executor
@@ -132,8 +130,8 @@ class StepTransaction:
         """With an executor: the group over which reports are summed before the replicas'."""
         self.placed: Executor | None = None
         """Likewise while a process of this replica runs two stages."""
-        self.adopted: AdoptedStage | None = None
-        """What this process runs beside its own stage."""
+        self.pair: Pair | None = None
+        """Both stages, where this process runs one beside its own."""
         self.alone: Any = None
         """The group of this slot alone."""
         self.evaluated: list[dict[str, Any]] = []
@@ -148,8 +146,6 @@ class StepTransaction:
         """Dataset sample at which the step's microbatch 0 begins."""
         self.eval_starts: dict[str, int] = {}
         self.eval_batch = 0
-        self.kind_of_data: Callable[[bool], str] = lambda training: "train" if training else "valid"
-        """Of the data that is read now, where this process's own stage reads none."""
         self._finalize: Callable[..., None] | None = None
         self._totals = Totals()
         self._computing: ForwardStep | None = None
@@ -203,7 +199,8 @@ class StepTransaction:
         if training:
             if self.speeds is not None and attempts == 1:
                 self.speeds.observe(self._times)
-            self._step_adopted()
+            if self.pair is not None:
+                self.pair.step()
             self.on_commit(self.iteration)
         if self.snapshots is not None:
             self.snapshots.drop()
@@ -225,8 +222,8 @@ class StepTransaction:
         self.rehearsed = {}
         live = self.world.assignment.whole_replicas(self.world.topology)
         self._deal(workload, live, training)
-        if self.adopted is not None:
-            self._begin_adopted(chunks[0].training)
+        if self.pair is not None:
+            self.pair.begin(training)
         iterators = self._iterators(call)
         self._base = self.step_start
         if iterators and not training:
@@ -291,16 +288,19 @@ class StepTransaction:
         self._attempted = ids
         self._seconds, self._computing_since = None, time.monotonic()
         self._computing = ForwardStep(call["forward_step_func"], ids, scale, self._before)
-        with self._both(call) as both:
-            of_attempt = {"forward_step_func": self._computing, "num_microbatches": len(ids)}
-            schedule(**(call | both | of_attempt))
+        call = call | {"forward_step_func": self._computing, "num_microbatches": len(ids)}
+        if self.pair is None:
+            schedule(**call)
+        else:
+            with self.pair.both(call) as both:
+                schedule(**both)
         self._bank()
 
     def _bank(self) -> None:
         """This slot has computed all ids of the attempt: from now on they are reported."""
         step, self._computing = self._computing, None
         if step is not None:
-            passes = len(step.ids) * (1 if self.adopted is None else 2)
+            passes = len(step.ids) * (1 if self.pair is None else 2)
             assert step.done == passes, f"{step.done} of {passes} forward passes ran"
             self._totals.add_reports(step.reports)
             self._totals.ids += step.reported
@@ -312,8 +312,6 @@ class StepTransaction:
         config = chunks[0].config
         self.snapshots.start_reduction()
         tokens = torch.zeros([], dtype=torch.int, device="cuda")
-        if self.adopted is not None:
-            chunks = [seat.chunk for seat in self._seats(chunks[0])]
         config.finalize_model_grads_func(
             chunks,
             tokens if config.calculate_per_token_loss else None,
@@ -338,13 +336,10 @@ class StepTransaction:
             known = self._totals.tokens
             self._totals.tokens = num_tokens.clone() if known is None else known + num_tokens
             num_tokens = self._totals.tokens.clone() * int(self.contributes)
-        if self.adopted is not None:
-            from megatron_ft.adopt.step import finalize
-
-            force = bool(kwargs.get("force_all_reduce"))
-            finalize(self._seats(self._own_of(model)), num_tokens, force_all_reduce=force)
-            return
-        self._finalize(model, num_tokens, **kwargs)
+        if self.pair is not None:
+            self.pair.finalize(num_tokens, bool(kwargs.get("force_all_reduce")))
+        else:
+            self._finalize(model, num_tokens, **kwargs)
 
     def before_reduction(self, bucket_group: Any) -> None:
         """Snapshot a bucket group that Megatron is about to reduce; a spare contributes zeros."""
@@ -361,76 +356,22 @@ class StepTransaction:
         if self.keyed_rng is not None:
             self.keyed_rng(self.iteration, microbatch, stage)
 
-    # -- two stages on this process ---------------------------------------------------------------
-
-    def host(self, stage: AdoptedStage | None) -> None:
-        """From now on this process runs ``stage`` beside its own; None: its own alone."""
-        self.adopted = stage
+    def host(self, pair: Pair | None) -> None:
+        """From now on this process runs two stages, or its own alone."""
+        self.pair = pair
         if self.snapshots is not None:
-            self.snapshots.host(() if stage is None else stage.bucket_groups)
+            self.snapshots.host(() if pair is None else pair.adopted.bucket_groups)
 
     def rehearses(self, optimizer: Any) -> bool:
         """Whether the collectives of this optimizer's step are those that were rehearsed."""
-        hosted = self.adopted is not None and optimizer is self.adopted.optimizer
+        hosted = self.pair is not None and optimizer is self.pair.adopted.optimizer
         return hosted or optimizer is self.optimizer
-
-    def _begin_adopted(self, training: bool) -> None:
-        assert self.adopted is not None
-        for chunk in self.adopted.model:
-            chunk.train(training)
-        if training:
-            for chunk in self.adopted.model:
-                chunk.zero_grad_buffer()
-            self.adopted.optimizer.zero_grad()
-
-    def _seats(self, chunk: Any) -> list[Seat]:
-        from megatron_ft.adopt.step import seats
-
-        assert self.adopted is not None
-        return seats(self.world.topology.stage_of(self.world.slots[0]), chunk, self.adopted)
-
-    def _own_of(self, model: Any) -> Any:
-        """This process's own chunk among those that an executor ran."""
-        assert self.adopted is not None
-        (own,) = (chunk for chunk in chunks_of(model) if chunk not in self.adopted.model)
-        return own
-
-    @contextlib.contextmanager
-    def _both(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks and data of both stages, for the time of an executor's call."""
-        if self.adopted is None:
-            yield {}
-            return
-        from megatron_ft.adopt.step import hooks_of
-
-        seats = self._seats(chunks_of(call["model"])[0])
-        own, other = call["data_iterator"], self._adopted_iterator(call)
-        iterators = [other if seat.stage == self.adopted.stage else own for seat in seats]
-        chunks = [seat.chunk for seat in seats]
-        with hooks_of(chunks):
-            yield {"model": chunks, "data_iterator": iterators}
 
     def _iterators(self, call: dict[str, Any]) -> list[Any]:
         """The ledger's iterators of this process's slots."""
-        found = [loader_of(call["data_iterator"]), self._adopted_iterator(call)]
-        return [iterator for iterator in found if iterator is not None]
-
-    def _adopted_iterator(self, call: dict[str, Any]) -> Any:
-        if self.adopted is None:
-            return None
         own = loader_of(call["data_iterator"])
-        kind = own.kind if own is not None else self.kind_of_data(not call["forward_only"])
-        return self.adopted.iterators.get(kind)
-
-    def _step_adopted(self) -> None:
-        """Do for the adopted stage what Megatron does for the own one after a commit."""
-        if self.adopted is None:
-            return
-        optimizer, scheduler = self.adopted.optimizer, self.adopted.scheduler
-        optimizer.ft_held = getattr(self.optimizer, "ft_held", ())
-        done, _, _ = optimizer.step()
-        if done:
-            scheduler.step(increment=self.adopted.session.args.global_batch_size)
+        other = None if self.pair is None else self.pair.iterator(own, call["forward_only"])
+        return [iterator for iterator in (own, other) if iterator is not None]
 
     @property
     def last_reports(self) -> list[dict[str, Any]]:
@@ -454,7 +395,9 @@ class StepTransaction:
             How often each id counts, on the last stage; empty elsewhere.
         """
         self._reports = []
-        group = self._group_of_losses()
+        group = self.loss_group if self.is_last_stage else None
+        if group is None and self.pair is not None:
+            group = self.pair.loss_group
         if group is None and self.pipeline_group is None:
             return ()
         # Exchangeable spares count samples from beyond the step: fewer than B of them.
@@ -489,56 +432,24 @@ class StepTransaction:
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return dict(enumerate(times.tolist()))
 
-    def _group_of_losses(self) -> Any:
-        """The last stage's data-parallel group; None where this process does not run it."""
-        if self.is_last_stage:
-            return self.loss_group
-        if self.adopted is None or self.adopted.stage != self.world.topology.pipeline - 1:
-            return None
-        from megatron.core import parallel_state as mpu
-
-        with self.adopted.view.shown():
-            return mpu.get_data_parallel_group(with_context_parallel=True)
-
     def _rehearse(self) -> None:
         """Run the collectives of ``optimizer.step`` now, so that none is left after the vote."""
-        optimizer, adopted = self.optimizer, self.adopted
+        # Of two stages the optimizers are asked as one.
+        optimizer = self.optimizer if self.pair is None else self.pair
         found_inf = optimizer.prepare_grads()
-        if adopted is not None:
-            found_inf |= adopted.optimizer.prepare_grads()
         rehearsed: dict[str, Any] = {"prepare_grads": found_inf}
         if not found_inf:
-            rehearsed["get_grad_norm"] = self._grad_norm()
-            if optimizer.config.log_num_zeros_in_grad:
-                rehearsed["count_zeros"] = self._count_zeros()
+            if self.world.assignment.adopted:
+                from megatron_ft.adopt.step import grad_norm
+
+                rehearsed["get_grad_norm"] = grad_norm(self)
+            else:
+                rehearsed["get_grad_norm"] = optimizer.get_grad_norm()
+            if self.optimizer.config.log_num_zeros_in_grad:
+                rehearsed["count_zeros"] = optimizer.count_zeros()
             optimizer._compute_grad_norms_by_group()
-            if adopted is not None:
-                # It asks all stages, and the answer is the same for both.
-                adopted.optimizer._has_grad_norm_group_cache = dict(
-                    optimizer._has_grad_norm_group_cache
-                )
         self.measured = self.measure() if self.measure is not None and not found_inf else None
         self.rehearsed = rehearsed
-
-    def _grad_norm(self) -> Any:
-        if not self.world.assignment.adopted:
-            return self.optimizer.get_grad_norm()
-        from megatron_ft.adopt.step import grad_norm
-
-        topology = self.world.topology
-        at = topology.coordinate(self.world.slots[0])
-        optimizers = {at.pp: self.optimizer}
-        if self.adopted is not None:
-            optimizers[self.adopted.stage] = self.adopted.optimizer
-        group = self.optimizer.get_grad_stats_parallel_group()
-        return grad_norm(optimizers, at.tp, topology, self.alone, group)
-
-    def _count_zeros(self) -> Any:
-        if self.adopted is None:
-            return self.optimizer.count_zeros()
-        from megatron_ft.adopt.step import count_zeros
-
-        return count_zeros(self.optimizer, self.adopted.optimizer)
 
     def _eval_start(self, iterator: Any) -> int:
         """Where the next batch of evaluation begins in its dataset."""

@@ -199,3 +199,59 @@ RELIANCES: tuple[Reliance, ...] = (
         "which fp32 copies stand for held parameters",
     ),
 )
+
+_GRADS = "megatron.core.distributed.finalize_model_grads"
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
+# A process with two stages does for both what Megatron does for one (megatron_ft/adopt).
+ADOPTION: tuple[Reliance, ...] = (
+    Reliance(
+        name="mecefo.tensor_parallel_grads",
+        target=f"{_GRADS}:_allreduce_non_tensor_model_parallel_grads",
+        reason="gradients of norms with sequence parallelism, stage by stage",
+        positional=("model", "config", "tp_group"),
+    ),
+    Reliance(
+        name="mecefo.embedding_grads",
+        target=f"{_GRADS}:_allreduce_word_embedding_grads",
+        reason="shared embeddings whose other end is another process's",
+        positional=("model", "config", "embd_group", "pp_group"),
+    ),
+    Reliance(
+        name="mecefo.shared_weight",
+        target=f"{_GRADS}:_get_shared_word_embedding_weight",
+        reason="shared embeddings of which both ends are this process's",
+        positional=("model_module", "config"),
+    ),
+    Reliance(
+        name="mecefo.default_groups",
+        target="megatron.core.pipeline_parallel.schedules:_build_default_pg_collection",
+        reason="the groups of the slot that is shown",
+    ),
+    Reliance(
+        name="mecefo.count_zeros",
+        target="megatron.core.optimizer.clip_grads:count_zeros_fp32",
+        reason="zeros of both stages, contributed as one",
+        positional=("parameters",),
+        requires=("grad_stats_parallel_group", "tp_group", "expert_tp_group"),
+    ),
+    Reliance(
+        name="mecefo.grad_norm",
+        target="megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
+        reason="the norm of one stage; replicas add them up by stage",
+        positional=("grads_for_norm",),
+        requires=("grad_stats_parallel_group",),
+    ),
+    Reliance(
+        name="mecefo.num_samples",
+        target="megatron.training.training:get_train_valid_test_num_samples",
+        reason="the data of an adopted stage",
+    ),
+    *_reads(
+        _DDP,
+        "finish_grad_sync scale_gradients zero_grad_buffer start_grad_sync no_sync",
+        "the reduction of the adopted stage's gradients",
+    ),
+)
+
+RELIANCES = (*RELIANCES, *ADOPTION)

@@ -194,3 +194,45 @@ def test_without_adoption_it_is_the_rule_that_ran_before(
     else:
         theirs = refill.settle(topology, before, dead, unfit, leaving)
         assert mine.assignment == theirs.assignment
+
+
+@settings(deadline=None, max_examples=60)
+@given(topologies(), st.data())
+def test_the_pool_serves_what_it_can(topology: Topology, data: st.DataObject) -> None:
+    """Dark replicas and adopted slots, and a pool of processes that have built this or that."""
+    assignment = initial_assignment(topology, range(topology.num_slots))
+    for anew in (True, False):
+        dead = data.draw(st.sets(st.sampled_from(assignment.active_processes), max_size=2))
+        assignment = kill(topology, assignment, *dead, anew=anew).assignment
+        if not assignment.active_processes:
+            return
+    assignment = assignment.joined(range(topology.num_slots, topology.num_slots + 3))
+    built = {
+        p: Built(topology.shard_of(slot), slot)
+        for p in assignment.pool
+        for slot in [data.draw(st.integers(0, topology.num_slots - 1))]
+    }
+    unable = data.draw(st.sets(st.sampled_from(assignment.processes), max_size=2))
+    holds = held(topology, assignment)
+    before = RecoveryPlan(topology, assignment, frozenset(), assignment, ())
+    plan = give_back(topology, before, built, holds)
+    relieved = set(assignment.adopted) - set(plan.assignment.adopted)
+    assert {a.slot for a in plan.actions if isinstance(a, GiveBack)} == relieved
+    plan = revive(topology, plan, built, holds, unable=unable)
+    after = plan.assignment
+    after.check(topology)
+    assert set(after.processes) == set(assignment.processes)
+    assert set(after.whole_replicas(topology)) >= set(assignment.whole_replicas(topology))
+    for replica in after.whole_replicas(topology):
+        check_placement(hosts_in(topology, after, replica))
+    for action in plan.actions:
+        if isinstance(action, Fill):
+            assert built[action.process].shard == topology.shard_of(action.slot)
+        if isinstance(action, Adopt):
+            assert action.process not in unable
+        if isinstance(action, Adopt | Fill):
+            assert after.process_of[action.slot] == action.process
+            assert topology.shard_of(action.slot) in holds[action.source_process]
+    # Whoever trained goes on where he was.
+    for process in assignment.active_processes:
+        assert after.slots_of(process)[0] == assignment.slots_of(process)[0]

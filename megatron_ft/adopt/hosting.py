@@ -2,7 +2,7 @@
 
 repair: the plan says Adopt     ``World`` connects the groups of the slot, ``host`` makes them
 state moves                     ``adopt`` builds the stage and receives its state
-attempt                         the transaction runs both stages (``adopt.step``)
+attempt                         the transaction runs both stages (``adopt.pair``)
 repair: the slot is another's   its state goes where it is wanted, then ``settle`` drops it
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.adopt import groups, view
+from megatron_ft.adopt.pair import Pair
 from megatron_ft.adopt.rules import hosts_in
 from megatron_ft.adopt.stage import AdoptedStage
 from megatron_ft.adopt.view import SlotView
@@ -114,8 +115,9 @@ class Hosting:
             gc.collect()  # a model and its optimizer hold each other
         if transaction is None:
             return
-        if stage is not transaction.adopted:
-            transaction.host(stage)
+        hosted = None if transaction.pair is None else transaction.pair.adopted
+        if stage is not hosted:
+            transaction.host(None if stage is None else Pair(self.session, stage))
             self._serve(stage)
         transaction.placed = None
         if self.world.slots:
@@ -132,7 +134,10 @@ class Hosting:
         chunks = [] if stage is None else [(stage.stage, chunk) for chunk in stage.model]
         own = self.world.topology.stage_of(self.world.label)
         chunks += [(own, chunk) for chunk in self.session.model]
-        mecefo.serve(sorted(chunks, key=lambda served: served[0]))
+        mecefo.serve(
+            sorted(chunks, key=lambda served: served[0]),
+            optimizers=() if stage is None else [stage.optimizer],
+        )
 
     def around(self, stage: int) -> contextlib.AbstractContextManager[None]:
         """Opened around each pass at ``stage``: Megatron's globals are those of its slot."""

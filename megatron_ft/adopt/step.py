@@ -24,10 +24,8 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_ft.adopt.stage import AdoptedStage
-
 if TYPE_CHECKING:
-    from megatron_ft.topology import Topology
+    from megatron_ft.transaction import StepTransaction
 
 # The package exports a function of the module's name.
 stock = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -50,16 +48,6 @@ class Seat:
         self.shown = shown
         with shown():
             self.groups = schedules._build_default_pg_collection()
-
-
-def seats(own_stage: int, own_chunk: Any, adopted: AdoptedStage) -> list[Seat]:
-    """Both slots of this process, by stage."""
-    (chunk,) = adopted.model
-    both = [
-        Seat(own_stage, own_chunk, contextlib.nullcontext),
-        Seat(adopted.stage, chunk, adopted.view.shown),
-    ]
-    return sorted(both, key=lambda seat: seat.stage)
 
 
 @contextlib.contextmanager
@@ -124,28 +112,25 @@ def _shared_weight(chunk: Any, config: Any) -> Any:
 # -- what a commit needs -------------------------------------------------------------------------
 
 
-def grad_norm(
-    optimizers: dict[int, Any], tp: int, topology: Topology, alone: Any, group: Any
-) -> float:
+def grad_norm(transaction: StepTransaction) -> float:
     """The gradient norm of a replica, to the last bit the same wherever its stages run.
 
     Megatron sums squares in the order of a reduction over the processes, which are fewer where one
     runs two stages: replicas would clip by factors that differ in the last bit, and drift apart. So
     while a stage is adopted anywhere, all processes add them up by stage.
-
-    Args:
-        optimizers: Of each stage that this process runs.
-        tp: This process's tensor-parallel index.
-        alone: A group of this process.
-        group: The model-parallel group.
     """
+    topology = transaction.world.topology
+    at = topology.coordinate(transaction.world.slots[0])
+    optimizers = {at.pp: transaction.optimizer}
+    if transaction.pair is not None:
+        optimizers = transaction.pair.optimizers
     squares = torch.zeros(topology.pipeline, topology.tensor, dtype=torch.double, device="cuda")
     for stage, optimizer in optimizers.items():
         gradients = [g for o in optimizer.chained_optimizers for g in o.get_grads_for_grad_norm()]
-        norm = get_grad_norm_fp32(gradients, grad_stats_parallel_group=alone)
-        squares[stage, tp] = float(norm) ** 2
-    dist.all_reduce(squares, group=group)
-    return sum(squares.view(-1).tolist()) ** 0.5
+        norm = get_grad_norm_fp32(gradients, grad_stats_parallel_group=transaction.alone)
+        squares[stage, at.tp] = float(norm) ** 2
+    dist.all_reduce(squares, group=transaction.optimizer.get_grad_stats_parallel_group())
+    return float(sum(squares.view(-1).tolist()) ** 0.5)
 
 
 def count_zeros(own: Any, other: Any) -> Any:

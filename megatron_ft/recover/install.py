@@ -56,5 +56,4 @@ def build_transaction(session: Session) -> None:
     transaction.eval_batch = args.eval_global_batch_size
     transaction.optimizer = session.optimizer
     transaction.alone = session.loss_group
-    transaction.kind_of_data = session.kind_of_data
     session.transaction = transaction
