@@ -150,7 +150,8 @@ def table(found: Found) -> Table:
             gains = increases(values, base)
             cells.append(spread(list(values.values())).text() if values else "-")
             cells.append(f"{100 * spread(gains).mean:+.2f} %" if gains else "-")
-        lost = sum(result.rebuilt for result in found.of(name_of(share, WITH)).values())
+        runs = found.of(name_of(share, WITH)).values()
+        lost = sum(result.rebuilt for result in runs) if runs else "-"
         rows.append((*cells, str(lost), f"{timing.swap_cost(*SIMULATED, Fraction(share)):.3f}"))
     return Table(
         "Validation perplexity at the end, mean and standard deviation over seeds",
