@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from harness import Run, assert_faults_fired, launch, relative
-from test_recover_matrix import OVERLAP
 from test_recover_matrix import PIPELINE as GRID
 from test_recover_matrix import reference as fault_free
+from test_stock import OVERLAP
 
 FAULT = "degrade@4:slot=1:for=4"
 DEGRADED = range(4, 8)
