@@ -16,7 +16,7 @@ the same plan from what all have told each other in the repair.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_ft.adopt import rules as adoption
@@ -92,6 +92,8 @@ class Situation:
     strategies: Strategies = Strategies()
     closed: frozenset[int] = frozenset()
     """Slots that stay vacant: their replacements keep dying, or their replica was asked to go."""
+    committed: int = 0
+    """The last step that anybody had committed by the last repair, as far as that told."""
     left: frozenset[int] = frozenset()
     """Processes of replicas that were asked to go, and end."""
 
@@ -108,7 +110,9 @@ def plan(now: Situation) -> RecoveryPlan | None:
         return None
     gone = drained(now)
     closed = now.closed | slots_of(topology, gone)
-    holds = holds_of(living)
+    holds = holds_of(living, now.committed)
+    if now.before.active_processes and not active:
+        holds = {}  # nobody is left who could say that they committed nothing more
     over = any(facts.over for facts in living.values())
     receiving = frozenset(p for p, facts in living.items() if facts.receiving)
     unable = frozenset(p for p, facts in living.items() if facts.unable)
@@ -139,7 +143,7 @@ def plan(now: Situation) -> RecoveryPlan | None:
         helpers = Help(
             built={p: built for p, built in ready.items() if p in pool},
             building=building,
-            idle=[p for p in pool if p not in ready and p not in building],
+            idle=[p for p in pool if p not in {*ready, *building, *ends}],
             # Where nobody serves, the lowest process starts new ones.
             respawns=on.respawn and not living[min(living)].exhausted,
         )
@@ -189,13 +193,8 @@ def pool_can_do_more(
         p: frozenset(map(topology.shard_of, assignment.slots_of(p)))
         for p in assignment.active_processes
     }
-    if not holds:  # nobody trains: what the pool has kept is what there is
-        committed = max((facts.committed for facts in known.values()), default=0)
-        holds = {
-            p: frozenset({facts.built.shard})
-            for p, facts in known.items()
-            if facts.built is not None and facts.committed == committed and not facts.receiving
-        }
+    if not holds:  # nobody trains: what the pool has kept is what there is, no adopted stage
+        holds = holds_of({p: replace(facts, held=frozenset()) for p, facts in known.items()})
     now = RecoveryPlan(topology, assignment, frozenset(), assignment, ())
     unable = [p for p, facts in known.items() if facts.unable]
     return bool(from_pool(now, ready, holds, closed, unable, on).actions)
@@ -232,9 +231,14 @@ def drained(now: Situation) -> tuple[int, ...]:
     return rules.drainable(now.topology, now.before, now.dead, asked)
 
 
-def holds_of(living: Mapping[int, Facts]) -> dict[int, frozenset[Shard]]:
-    """Process -> shards of which it holds the state of the last step that anybody committed."""
-    committed = max((facts.committed for facts in living.values()), default=0)
+def holds_of(living: Mapping[int, Facts], committed: int = 0) -> dict[int, frozenset[Shard]]:
+    """Process -> shards of which it holds the state of the last committed step.
+
+    Args:
+        committed: A step that is known to have been committed. What is older is of no use: with it
+            the job would silently go back.
+    """
+    committed = max((committed, *(facts.committed for facts in living.values())))
     return {
         p: facts.held | (frozenset() if facts.receiving else {facts.built.shard})
         for p, facts in living.items()

@@ -34,6 +34,8 @@ class History:
     """Whether somebody asked for new processes and not all of them are there yet."""
     left: set[int] = field(default_factory=set)
     """Their processes, whose end is no failure."""
+    committed: int = 0
+    """The last step that somebody had committed by the last repair."""
 
     @property
     def barred(self) -> frozenset[int]:
@@ -47,14 +49,15 @@ class History:
     def count_failures(
         self, dead: Collection[int], living: Mapping[int, Facts], begun: Mapping[int, int | None]
     ) -> None:
-        """Count replacements that came to nothing before a step was committed.
+        """Count replacements that came to nothing before a step was committed, and note that.
 
         Args:
             dead: The processes that died before this repair.
             living: What the others have told in it.
             begun: For which slot each process was building, as far as the last repair tells.
         """
-        committed = max((facts.committed for facts in living.values()), default=0)
+        committed = max((self.committed, *(facts.committed for facts in living.values())))
+        self.committed = committed
         for process in dead:
             slot, at = self.filled_at.pop(process, (None, 0))
             if slot is None:
@@ -68,9 +71,8 @@ class History:
                 if committed <= at:
                     self.failures[slot] = self.failures.get(slot, 0) + 1
 
-    def note_fills(self, plan: RecoveryPlan, living: Mapping[int, Facts]) -> None:
+    def note_fills(self, plan: RecoveryPlan) -> None:
         """Note which slots a plan fills, and before which step."""
-        committed = max((facts.committed for facts in living.values()), default=0)
         for action in plan.actions:
             if isinstance(action, Fill | Rebuild):
-                self.filled_at[action.process] = (action.slot, committed)
+                self.filled_at[action.process] = (action.slot, self.committed)

@@ -21,7 +21,7 @@ from megatron_ft.planner import Facts, Situation, Strategies
 from megatron_ft.recovery_plan import Adopt, Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin.building import Meanwhile
 from megatron_ft.rejoin.history import History
-from megatron_ft.rejoin.moving import move_state, needs_state
+from megatron_ft.rejoin.moving import give_state, move_state, needs_state
 from megatron_ft.rejoin.refill import Built, processes_of
 from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
 from megatron_ft.topology import Assignment, Shard
@@ -131,6 +131,7 @@ class Membership:
             living={p: Facts.told(report.facts) for p, report in reports.items()},
             strategies=self.strategies,
             closed=self.closed,
+            committed=self.history.committed,
             left=frozenset(self.history.left),
         )
 
@@ -169,6 +170,7 @@ class Membership:
             adopted |= {self.world.topology.replica_of(a.slot) for a in adoptions(repaired.plan)}
             told_by = replace(repaired, refilled=refilled, adopted=frozenset(adopted))
             if not moves or not self.world.slots:
+                give_state(self.session, moves)
                 self._settle_adopted()
                 return told_by
             self.receiving = any(f.process == self.world.process and needs_state(f) for f in fills)
@@ -197,7 +199,7 @@ class Membership:
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
             return
-        self.history.note_fills(repaired.plan, living)
+        self.history.note_fills(repaired.plan)
         left = self.history.left
         self.ready = planner.ready_of(living, set(assignment.pool) - left)
         wanted = planner.builders(topology, assignment, living, self.closed, left, warm=self.warm)
