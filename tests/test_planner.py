@@ -200,6 +200,14 @@ def test_rule_3_gives_back_when_the_pool_has_a_process() -> None:
     assert planned(now).assignment == Assignment(2, (0, 1, 2, 3, 4, 8, 6, 7))
 
 
+def test_an_adopter_whom_the_state_has_not_reached_is_relieved_without_it() -> None:
+    before = fail(TWO_BY_FOUR, 8, {5}, on=MECEFO).assignment.joined([8])
+    now = situation(TWO_BY_FOUR, before, set(), MECEFO, built={8: 5}, boundary=True)
+    empty = replace(now.living[4], held=frozenset())
+    give, fill = planned(replace(now, living={**now.living, 4: empty})).actions
+    assert isinstance(give, GiveBack) and fill == Fill(5, 8, source_process=1, source_slot=1)
+
+
 def test_rule_5_waits_for_what_can_come_and_says_what_is_missing() -> None:
     assert fail(ONE_BY_FOUR, 4, {1}, on=Strategies(checkfree=CHECKFREE, respawn=True)).stop is None
     assert fail(ONE_BY_FOUR, 5, {1}, on=Strategies(checkfree=CHECKFREE)).stop is None

@@ -119,7 +119,8 @@ def give_back(
         tuple(p for p in after.pool if p not in set(process_of)),
         tuple(slot for slot in after.adopted if slot not in returned),
     )
-    actions: list[Action] = list(plan.actions)
+    # An adopter whom the state has not reached yet does not need it any more.
+    actions = [a for a in plan.actions if not (isinstance(a, Adopt) and a.slot in returned)]
     actions += [GiveBack(slot, adopter, taker) for slot, (adopter, taker) in returned.items()]
     actions += [
         Fill(slot, taker, *source_of(topology, slot, assignment, holds))
