@@ -5,8 +5,9 @@
 #
 # 1. In iteration 5 a process dies. Its replica goes dark, the other one computes its microbatches
 #    (ReCoVer), and a new process is started; when it has built its stage, the replica is filled.
-# 2. In iteration 50 a stage dies in both replicas. Nobody holds it any more: it is rebuilt from its
-#    neighbour (CheckFree+) in one new process, and copied from there to the other.
+# 2. In iteration 30 a stage dies in both replicas. Nobody holds it any more: it is rebuilt from its
+#    neighbour (CheckFree+) in a new process, training goes on with one replica, and the other is
+#    filled from there when a second process is there.
 #
 # RUN_DIR: run directory (default runs/all-strategies-<timestamp>-<pid>). Further flags are passed
 # on. The last line is "all strategies: ok" if all went as it should. About two minutes on two cores.
@@ -19,7 +20,7 @@ if ! [ -x $PYTHON ]; then
     exit 64
 fi
 RUN_DIR=${RUN_DIR:-runs/all-strategies-$(date +%Y%m%d-%H%M%S)-$$}
-ITERS=60 DARK=5 LOST=50
+ITERS=60 DARK=5 LOST=30
 LIMIT_S=900
 
 # Slots of replica r: r in the first stage, 2 + r in the second. A newcomer imports and builds for
@@ -27,7 +28,8 @@ LIMIT_S=900
 code=0
 timeout --foreground $LIMIT_S env TP=1 PP=2 DP=2 ITERS=$ITERS RUN_DIR="$RUN_DIR" \
     examples/tiny_llama.sh --ft-recover --ft-checkfree-plus --ft-respawn \
-    --ft-fault slow@4:slot=1:s=0.1:for=$((LOST - 4)) \
+    --ft-fault slow@4:slot=1:s=0.12:for=$((LOST - 4)) \
+    --ft-fault slow@$((LOST + 1)):slot=0:s=0.12:for=$((ITERS - LOST - 1)) \
     --ft-fault kill@$DARK:slot=2 \
     --ft-fault kill@$LOST:slot=2 --ft-fault kill@$LOST:slot=3 "$@" 2>&1 |
     $PYTHON tools/show_run.py "$RUN_DIR.log" --every 10 || code=$?

@@ -19,7 +19,7 @@ STORY = {
     "dark": "replica 0 goes dark before the stage is lost",
     "filled": "its slots are filled again before that",
     "rebuilt": "the lost stage is rebuilt once",
-    "back": "and both of its slots are served again",
+    "back": "both of its slots are served again",
 }
 
 
@@ -50,7 +50,7 @@ def problems(events: Sequence[Event], iterations: int, lost: int) -> Iterator[st
     }
     for name, text in STORY.items():
         if not happened[name]:
-            yield f"it did not happen that {text}"
+            yield f"this did not happen: {text}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
