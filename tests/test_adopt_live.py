@@ -165,6 +165,32 @@ def test_one_death_after_another(deep_reference: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_deaths_at_once_and_a_copy_from_an_adopter(deep_reference: Run, tmp_path: Path) -> None:
+    """Stage 2 of replica 1 is lost when that of replica 0 is run by a neighbour, which sends it."""
+    kills = ("kill@2:slot=3:point=forward:n=1", "kill@2:slot=4:point=backward")
+    run = run_with(*kills, "kill@5:slot=5:point=reduce", directory=tmp_path, **PP4)
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 3)
+    adopted = [(e["slot"], e["by_slot"]) for e in run.of_kind("stage_adopted")]
+    assert sorted(adopted[:2]) == [(3, 1), (4, 2)] and adopted[2:] == [(5, 7)]
+    assert_same_training(run, deep_reference)
+    assert_equal_replicas(digests(tmp_path, 8), 4, 2)
+
+
+@pytest.mark.slow
+def test_who_sends_the_state_dies_while_it_is_adopted(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 3, "iters": 8}
+    reference = launch("--ft-recover", **sizes)
+    kills = ("kill@3:slot=5:point=backward", "kill@3:slot=3:point=join")
+    run = run_with(*kills, directory=tmp_path, **sizes)
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 2)
+    assert sorted(e["slot"] for e in run.of_kind("stage_adopted")) == [3, 5]
+    assert_same_training(run, reference)
+    assert_equal_replicas(digests(tmp_path, 8), 2, 3)
+
+
+@pytest.mark.slow
 def test_tensor_parallel_peers_adopt_alike(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"tp": 2, "pp": 2, "dp": 2, "iters": 8}
     flags = ("--sequence-parallel",)
