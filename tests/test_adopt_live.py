@@ -106,26 +106,45 @@ def test_with_its_adopter_dead_too_the_replica_goes_dark(reference: Run, tmp_pat
 LONG: dict[str, Any] = PP2 | {"iters": 40}
 
 
+@pytest.fixture(scope="module")
+def long_reference() -> Run:
+    return launch("--ft-recover", **LONG)
+
+
 @pytest.mark.slow
-def test_a_spare_takes_the_adopted_slot(tmp_path: Path) -> None:
-    """Slot 1 is adopted by the stage above, until the spare has built its stage."""
-    reference = launch("--ft-recover", **LONG)
+@pytest.mark.parametrize(
+    ("slot", "by_slot", "flags", "processes"),
+    [(1, 3, ("--ft-spares", "1"), 5), (3, 1, ("--ft-respawn",), None)],
+    ids=["first stage, a spare", "last stage, a new process"],
+)
+def test_the_adopted_slot_is_given_back(
+    long_reference: Run,
+    tmp_path: Path,
+    slot: int,
+    by_slot: int,
+    flags: tuple[str, ...],
+    processes: int | None,
+) -> None:
+    """A neighbour serves the slot until another process has built its stage."""
     run = run_with(
-        *("kill@5:slot=1:point=forward:n=1", "slow@4:slot=0:s=0.08:for=36"),
+        *(f"kill@5:slot={slot}:point=forward:n=1", "slow@4:slot=0:s=0.08:for=36"),
         directory=tmp_path,
-        flags=(*EXACT, "--ft-spares", "1"),
-        processes=5,
+        flags=(*EXACT, *flags),
+        processes=processes,
         **LONG,
     )
     assert run.returncode == 0, run.output[-6000:]
     assert_faults_fired(run, 2)
     assert run.summary["status"] == "ok", "all slots have their own process at the end"
     (adopted,), (filled,) = run.of_kind("stage_adopted"), run.of_kind("slot_filled")
-    assert (adopted["slot"], adopted["by_slot"]) == (1, 3)
-    assert (filled["slot"], filled["by_process"]) == (1, 4)
+    assert (adopted["slot"], adopted["by_slot"]) == (slot, by_slot)
+    assert (filled["slot"], filled["by_process"]) == (slot, 4)
     assert filled["epoch"] > adopted["epoch"]
+    (degraded,), (restored,) = run.of_kind("stages_degraded"), run.of_kind("stages_restored")
+    assert degraded["iteration"] == 6 and restored["iteration"] > 6
+    assert degraded["stages"] == restored["stages"] == [0, 1]
     assert not run.of_kind("replica_dark")
-    assert_same_training(run, reference)
+    assert_same_training(run, long_reference)
     assert_equal_replicas(digests(tmp_path, 40), 2, 2)
 
 
