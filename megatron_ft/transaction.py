@@ -216,6 +216,7 @@ class StepTransaction:
             if self.snapshots is None:
                 groups = [g for c in chunks for g in c.bucket_groups]
                 self.snapshots = BucketSnapshots(groups)
+                self.host(self.pair)
             self._scalers_before = [scaler.state_dict() for scaler in self._scalers()]
         self._totals = Totals()
         self._computing = None
