@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_ft.topology import Assignment, Shard, Topology
+from megatron_ft.topology import Assignment, Topology
 
 EXIT_OUT_OF_WAYS = 75
 """Exit code of a job that stops because no rule applies any more."""
@@ -39,8 +38,8 @@ class Fill:
     source_process: int
     """Who sends the state: `process` itself where it holds it already and nothing is copied."""
     source_slot: int | None
-    """A slot of the same shard that the source serves under the new assignment, else the one it
-    served before; None where it served none (a pool process that still holds the state)."""
+    """A slot of the same shard that the source serves under the new assignment; None where it
+    serves none (a pool process that still holds the state, or an adopter that gives it back)."""
 
     @property
     def is_copy(self) -> bool:
@@ -97,8 +96,7 @@ class RecoveryPlan:
     failed: frozenset[int]
     assignment: Assignment
     actions: tuple[Action, ...]
-    """In order: `GoDark`, `GiveBack`, copies of state that exists, `Rebuild`, copies of rebuilt
-    state. Copies of the first kind read what their source held before the plan."""
+    """In the order in which to carry them out: a source holds what it sends when its turn comes."""
 
     @property
     def stop(self) -> Stop | None:
@@ -161,95 +159,3 @@ class RecoveryPlan:
 
 def _processes(processes: tuple[int, ...]) -> str:
     return ("process " if len(processes) == 1 else "processes ") + ", ".join(map(str, processes))
-
-
-def actions_between(
-    topology: Topology,
-    before: Assignment,
-    after: Assignment,
-    holds: Mapping[int, frozenset[Shard]],
-) -> Iterator[Action]:
-    """What leads from one assignment to the next, in the order of `RecoveryPlan.actions`.
-
-    Args:
-        holds: the shards that each living process holds the committed state of. What no one
-            holds is rebuilt once and then copied.
-    """
-    was_dark = before.dark_replicas(topology)
-    for replica in after.dark_replicas(topology):
-        if replica not in was_dark:
-            served = {before.process_of[slot] for slot in topology.replica(replica)}
-            yield GoDark(replica, tuple(sorted(p for p in served if p is not None and p in holds)))
-    for slot in before.adopted:
-        adopter, process = before.process_of[slot], after.process_of[slot]
-        assert adopter is not None
-        keeps_own = before.slots_of(adopter)[:1] == after.slots_of(adopter)[:1]
-        if process is not None and process != adopter and keeps_own:
-            yield GiveBack(slot, adopter, process)
-
-    copies: list[Action] = []
-    rebuilds: list[Action] = []
-    late_copies: list[Action] = []
-    sources = _Sources(topology, before, after, holds)
-    rebuilt: dict[Shard, tuple[int, int]] = {}
-    adopted_before, adopted_after = set(before.adopted), set(after.adopted)
-    for slot in after.live_slots:
-        process, shard = after.process_of[slot], topology.shard_of(slot)
-        assert process is not None
-        kind = Adopt if slot in adopted_after else Fill
-        moved = process != before.process_of[slot] or (
-            slot in adopted_after and slot not in adopted_before
-        )
-        if shard in sources.held:
-            if moved or shard not in holds[process]:
-                copies.append(kind(slot, process, *sources.of(shard, process)))
-        elif shard not in rebuilt:
-            rebuilt[shard] = (process, slot)
-            rebuilds.append(Rebuild(slot, process, sources.nearest(slot)))
-        else:
-            late_copies.append(kind(slot, process, *rebuilt[shard]))
-    yield from copies
-    yield from rebuilds
-    yield from late_copies
-
-
-class _Sources:
-    """Who sends what is held, and what is near to what is not."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        before: Assignment,
-        after: Assignment,
-        holds: Mapping[int, frozenset[Shard]],
-    ) -> None:
-        self.held = frozenset(shard for shards in holds.values() for shard in shards)
-        self._topology = topology
-        self._holds = holds
-        self._stays: dict[Shard, tuple[int, int]] = {}
-        for slot, process in enumerate(after.process_of):
-            shard = topology.shard_of(slot)
-            if process is not None and shard in holds[process]:
-                self._stays.setdefault(shard, (process, slot))
-        self._holder: dict[Shard, int] = {}
-        self._served: dict[int, dict[Shard, int]] = {}
-        for process in sorted(holds):
-            for shard in holds[process]:
-                self._holder.setdefault(shard, process)
-            self._served[process] = {topology.shard_of(s): s for s in before.slots_of(process)}
-
-    def of(self, shard: Shard, process: int) -> tuple[int, int | None]:
-        """The source process and slot of a held shard that `process` is to serve."""
-        if shard in self._holds[process]:
-            return process, self._served[process].get(shard)
-        if shard in self._stays:
-            return self._stays[shard]
-        holder = self._holder[shard]
-        return holder, self._served[holder].get(shard)
-
-    def nearest(self, slot: int) -> tuple[int, ...]:
-        """The slots to rebuild `slot` from: the nearest held stage on either side of it."""
-        at = self._topology.coordinate(slot)
-        held = [pp for pp in range(self._topology.pipeline) if Shard(at.tp, pp) in self.held]
-        stages = [pp for pp in held if pp < at.pp][-1:] + [pp for pp in held if pp > at.pp][:1]
-        return tuple(self._topology.slot(tp=at.tp, cp=at.cp, pp=pp, dp=at.dp) for pp in stages)

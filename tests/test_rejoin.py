@@ -50,6 +50,21 @@ def test_a_new_process_is_started_for_a_dead_one(reference: Run) -> None:
     assert_all_back(run, reference, {1, 3})
 
 
+def test_a_spare_takes_the_state_of_a_process_that_stays_in_the_pool(reference: Run) -> None:
+    """Both replicas break at once; the spare, built for slot 0, goes before the leftover there."""
+    run = launch(
+        *("--ft-recover", "--ft-spares", "1", "--ft-spare-warm", "--ft-fault", "kill@20:slot=0"),
+        *("--ft-fault", "kill@20:slot=3", "--ft-fault", LINGER.format(slot=1)),
+        processes=5,
+        **TOPOLOGY,
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    (copied,) = [e for e in run.of_kind("slot_filled") if e.get("transfer_bytes")]
+    assert (copied["slot"], copied["by_process"]) == (0, 4)
+    assert run.summary["live_replicas"] == 1
+    assert_same_training(run, reference)
+
+
 @pytest.mark.slow
 def test_without_a_replacement_the_replica_stays_dark(reference: Run) -> None:
     """The negative control: nothing comes back by itself."""

@@ -2,15 +2,14 @@
 
 What is decided here is decided stage by stage: where a process of a stage dies, its tensor-parallel
 peers' counterparts adopt alike, since two peers that run a stage in another order would wait for
-each other in its collectives. A peer that lives is free for other slots then. (The ladder of
-``megatron_ft.planner`` goes slot by slot, and is not what a running job asks.)
+each other in its collectives. A peer that lives is free for other slots then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_ft.placement import Site, solve_column
+from megatron_ft.adopt.column import Site, solve_column
 from megatron_ft.recovery_plan import Action, Adopt, Fill, GiveBack, GoDark, RecoveryPlan
 from megatron_ft.rejoin.refill import Built, seats_for, source_of
 from megatron_ft.topology import Assignment, Shard, Topology
@@ -262,11 +261,11 @@ def _hosts(
 
 def _solved(column: Sequence[Site]) -> list[int] | None:
     """For each stage, the one whose processes run it, without new ones; None if it cannot be."""
-    option = solve_column(column, fresh_may_host=False).get(0)
-    if option is None:
+    labels = solve_column(column)
+    if labels is None:
         return None
     step = {"keep": 0, "lower": -1, "upper": 1}
-    return [pp + step[label] for pp, label in enumerate(option.labels)]
+    return [pp + step[label] for pp, label in enumerate(labels)]
 
 
 def _stages(topology: Topology, replica: int) -> list[list[int]]:

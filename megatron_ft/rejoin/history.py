@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from megatron_ft.recovery_plan import Fill, Rebuild, RecoveryPlan
 from megatron_ft.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_ft.planner import Facts
 
 MAX_FAILED_REPLACEMENTS = 3
 
@@ -29,6 +34,8 @@ class History:
     """Whether somebody asked for new processes and not all of them are there yet."""
     left: set[int] = field(default_factory=set)
     """Their processes, whose end is no failure."""
+    committed: int = 0
+    """The last step that somebody had committed by the last repair."""
 
     @property
     def barred(self) -> frozenset[int]:
@@ -38,3 +45,34 @@ class History:
     def closed(self, topology: Topology) -> frozenset[int]:
         """Slots that are not filled, for whatever reason."""
         return self.barred | slots_of(topology, self.drained)
+
+    def count_failures(
+        self, dead: Collection[int], living: Mapping[int, Facts], begun: Mapping[int, int | None]
+    ) -> None:
+        """Count replacements that came to nothing before a step was committed, and note that.
+
+        Args:
+            dead: The processes that died before this repair.
+            living: What the others have told in it.
+            begun: For which slot each process was building, as far as the last repair tells.
+        """
+        committed = max((self.committed, *(facts.committed for facts in living.values())))
+        self.committed = committed
+        for process in dead:
+            slot, at = self.filled_at.pop(process, (None, 0))
+            if slot is None:
+                slot, at = begun.get(process), committed
+            if slot is not None:
+                self.failures[slot] = self.failures.get(slot, 0) + 1 if committed <= at else 0
+        for process, facts in living.items():
+            if facts.receiving and process in self.filled_at:
+                # It lives, but its state did not arrive: no better than one that died.
+                slot, at = self.filled_at.pop(process)
+                if committed <= at:
+                    self.failures[slot] = self.failures.get(slot, 0) + 1
+
+    def note_fills(self, plan: RecoveryPlan) -> None:
+        """Note which slots a plan fills, and before which step."""
+        for action in plan.actions:
+            if isinstance(action, Fill | Rebuild):
+                self.filled_at[action.process] = (action.slot, self.committed)

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from megatron_ft.adopt import rules as adoption
+from megatron_ft import planner
 from megatron_ft.adopt.rules import adoptions
+from megatron_ft.planner import Facts, Situation, Strategies
 from megatron_ft.recovery_plan import Adopt, Fill, Rebuild, RecoveryPlan
-from megatron_ft.rejoin import refill as rules
-from megatron_ft.rejoin.history import History, slots_of
-from megatron_ft.rejoin.hope import Help, stop_if_hopeless
-from megatron_ft.rejoin.moving import move_state, needs_state
-from megatron_ft.rejoin.refill import Built
+from megatron_ft.rejoin.building import Meanwhile
+from megatron_ft.rejoin.history import History
+from megatron_ft.rejoin.moving import give_state, move_state, needs_state
+from megatron_ft.rejoin.refill import Built, processes_of
 from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
 from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
@@ -39,7 +35,6 @@ logger = logging.getLogger("megatron_ft.rejoin")
 
 READY_TAG = 7301
 POOL_INTERVAL_S = 0.02
-BUILDING_SWITCH_S = 0.0005
 
 
 class Released(Exception):
@@ -74,9 +69,10 @@ class Membership:
         self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit)
-        self.checkfree = session.early.checkfree
+        checkfree = session.early.checkfree
         # What CheckFree keeps of a stage, its rate and its norm, an adopter does not keep for two.
-        self.adopts: bool = session.early.mecefo.enabled and not self.checkfree.enabled
+        self.adopts: bool = session.early.mecefo.enabled and not checkfree.enabled
+        self.strategies = Strategies(checkfree=checkfree, adopt=self.adopts, respawn=self.respawn)
         self.desired = len(session.world.ids) if session.world is not None else 0
         """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
         self.full = 0
@@ -89,9 +85,7 @@ class Membership:
         self._gave_up = False
         self._wanted: dict[int, int] = {}
         """Pool process -> the slot that the last repair asked it to build for."""
-        self._switch_interval = sys.getswitchinterval()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._meanwhile: Meanwhile | None = None
 
     # -- what the others are told ----------------------------------------------------------------
 
@@ -125,70 +119,21 @@ class Membership:
         self, before: Assignment, dead: frozenset[int], reports: Mapping[int, Report]
     ) -> RecoveryPlan | None:
         """The planner of this process's world; the same on every process."""
-        topology = self.world.topology
-        facts = {p: r.facts for p, r in reports.items()}
-        active = [p for p in facts if before.slots_of(p)]
-        if active and all(facts[p]["finished"] for p in active):
-            return None
-        receiving = frozenset(p for p, f in facts.items() if f["receiving"])
-        gone = self._drained_by(before, dead, reports)
-        committed = max((facts[p]["committed"] for p in facts), default=0)
-        holds: dict[int, frozenset[Shard]] = {
-            p: f["held"] | ({f["built"].shard} if p not in receiving else set())
-            for p, f in facts.items()
-            if f["built"] is not None and f["committed"] == committed
-        }
-        over = any(f["over"] for f in facts.values())
-        if self.adopts:
-            plan = adoption.settle(
-                topology,
-                before,
-                dead,
-                holds,
-                receiving,
-                gone,
-                # Elsewhere than in a step not all would go on from the same place.
-                anew=not over and all(facts[p].get("training") for p in active),
-                unable=frozenset(p for p, f in facts.items() if f.get("unable")),
-            )
-        else:
-            plan = rules.settle(topology, before, dead, receiving, gone)
-        leaving = rules.processes_of(topology, before, gone)
-        built = {
-            p: f["built"]
-            for p, f in facts.items()
-            if f["built"] is not None
-            and p in plan.assignment.pool
-            and p not in leaving
-            and p not in self.history.left
-        }
-        barred = self.history.closed(topology) | slots_of(topology, gone)
-        asked = any(f.get("boundary") for f in facts.values())
-        if not over and (asked or not plan.assignment.whole_replicas(topology)):
-            plan = adoption.give_back(topology, plan, built, holds, barred)
-            plan = rules.refill(topology, plan, built, holds, barred, self.checkfree)
-            if self.adopts:
-                unable = [p for p, f in facts.items() if f.get("unable")]
-                plan = adoption.revive(topology, plan, built, holds, closed=barred, unable=unable)
-        building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
-        pool = set(plan.assignment.pool)
-        helpers = Help(
-            built={p: b for p, b in built.items() if p in pool},
-            building=building,
-            idle=[p for p in sorted(pool) if p not in built and p not in building],
-            # Where nobody serves, the lowest process starts new ones.
-            respawns=self.respawn and not facts[min(facts)]["exhausted"],
-        )
-        if over:
-            helpers = Help({}, {}, (), False)  # nobody comes back after the training
-        return stop_if_hopeless(topology, plan, helpers, holds, barred, self.checkfree)
+        return planner.plan(self._situation(before, dead, reports))
 
-    def _drained_by(
+    def _situation(
         self, before: Assignment, dead: Collection[int], reports: Mapping[int, Report]
-    ) -> tuple[int, ...]:
-        """The replicas that leave in this repair because somebody asked them to."""
-        asked = {r for report in reports.values() for r in report.facts.get("drain", ())}
-        return rules.drainable(self.world.topology, before, dead, asked)
+    ) -> Situation:
+        return Situation(
+            topology=self.world.topology,
+            before=before,
+            dead=frozenset(dead),
+            living={p: Facts.told(report.facts) for p, report in reports.items()},
+            strategies=self.strategies,
+            closed=self.closed,
+            committed=self.history.committed,
+            left=frozenset(self.history.left),
+        )
 
     @property
     def closed(self) -> frozenset[int]:
@@ -225,6 +170,7 @@ class Membership:
             adopted |= {self.world.topology.replica_of(a.slot) for a in adoptions(repaired.plan)}
             told_by = replace(repaired, refilled=refilled, adopted=frozenset(adopted))
             if not moves or not self.world.slots:
+                give_state(self.session, moves)
                 self._settle_adopted()
                 return told_by
             self.receiving = any(f.process == self.world.process and needs_state(f) for f in fills)
@@ -241,57 +187,22 @@ class Membership:
     def _learn(self, repaired: Repaired) -> None:
         """Draw the same conclusions from a repair as everybody else."""
         topology, assignment = self.world.topology, self.world.assignment
-        committed = max((r.facts["committed"] for r in repaired.reports.values()), default=0)
+        living = {p: Facts.told(report.facts) for p, report in repaired.reports.items()}
         asked = self._follow_orders(repaired)
-        for process in repaired.dead:
-            slot, at = self.history.filled_at.pop(process, (None, 0))
-            last = self.others.get(process)
-            if slot is None and last is not None:
-                slot, at = last.facts["building"], committed
-                if slot is None:  # it began after the last repair, which asked it to
-                    slot = self._wanted.get(process)
-            if slot is not None:
-                early = committed <= at
-                self.history.failures[slot] = self.history.failures.get(slot, 0) + 1 if early else 0
-        for process, report in repaired.reports.items():
-            if report.facts["receiving"] and process in self.history.filled_at:
-                # It lives, but its state did not arrive: no better than one that died.
-                slot, at = self.history.filled_at.pop(process)
-                if committed <= at:
-                    self.history.failures[slot] = self.history.failures.get(slot, 0) + 1
+        begun = {
+            # Who told nothing may have begun after the last repair, which asked it to.
+            p: self._wanted.get(p) if (slot := report.facts["building"]) is None else slot
+            for p, report in self.others.items()
+        }
+        self.history.count_failures(repaired.dead, living, begun)
         self.others = dict(repaired.reports)
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
             return
-        for action in repaired.plan.actions:
-            if isinstance(action, Fill | Rebuild):
-                self.history.filled_at[action.process] = (action.slot, committed)
-        facts = {p: r.facts for p, r in repaired.reports.items() if p in set(assignment.pool)}
-        self.ready = {
-            p: f["built"]
-            for p, f in facts.items()
-            if f["built"] is not None and p not in self.history.left
-        }
-        building = {p: f["building"] for p, f in facts.items() if f["building"] is not None}
+        self.history.note_fills(repaired.plan)
         left = self.history.left
-        idle = [
-            p
-            for p in assignment.pool
-            if p not in self.ready and p not in building and p not in left
-        ]
-        wanted = rules.targets(
-            topology,
-            assignment,
-            self.ready,
-            building,
-            idle,
-            self.closed,
-        )
-        if self.warm:
-            spare = [p for p in idle if p not in wanted]
-            wanted |= {
-                p: topology.replica(0)[i % topology.replica_size] for i, p in enumerate(spare)
-            }
+        self.ready = planner.ready_of(living, set(assignment.pool) - left)
+        wanted = planner.builders(topology, assignment, living, self.closed, left, warm=self.warm)
         self._wanted = wanted
         self.target = wanted.get(self.world.process)
         if not self.world.slots:
@@ -338,8 +249,9 @@ class Membership:
             self.session.control.orders.give_up("the job has ended")
             return False
         topology = self.world.topology
-        gone = self._drained_by(repaired.before, repaired.dead, repaired.reports)
-        processes = rules.processes_of(topology, repaired.before, gone)
+        before, dead = repaired.before, repaired.dead
+        gone = planner.drained(self._situation(before, dead, repaired.reports))
+        processes = processes_of(topology, before, gone)
         self.history.drained.update(gone)
         self.history.left |= processes
         self.desired -= len(processes)
@@ -399,34 +311,10 @@ class Membership:
         if not self._changed:
             return False
         self._changed = False
-        now = RecoveryPlan(world.topology, world.assignment, frozenset(), world.assignment, ())
-        holds = {
-            p: frozenset(map(world.topology.shard_of, world.assignment.slots_of(p)))
-            for p in world.assignment.active_processes
-        }
-        if not holds:  # nobody trains: what the pool has kept is what there is
-            known = {p: r.facts for p, r in self.others.items()}
-            committed = max((f["committed"] for f in known.values()), default=0)
-            holds = {
-                p: frozenset({f["built"].shard})
-                for p, f in known.items()
-                if f["built"] is not None and f["committed"] == committed and not f["receiving"]
-            }
-        plan = rules.refill(
-            world.topology,
-            adoption.give_back(world.topology, now, self.ready, holds, self.closed),
-            self.ready,
-            holds,
-            self.closed,
-            self.checkfree,
+        known = {p: Facts.told(report.facts) for p, report in self.others.items()}
+        return planner.pool_can_do_more(
+            world.topology, world.assignment, self.ready, known, self.closed, self.strategies
         )
-        if self.adopts:
-            known = {p: r.facts for p, r in self.others.items()}
-            unable = [p for p, f in known.items() if f.get("unable")]
-            plan = adoption.revive(
-                world.topology, plan, self.ready, holds, closed=self.closed, unable=unable
-            )
-        return bool(plan.actions)
 
     def _hear(self) -> None:
         """Take notice of pool processes that have become ready since the last repair."""
@@ -509,21 +397,14 @@ class Membership:
         process_of[slot] = world.process
         self.building, self.target = slot, None
         world.alone = Assignment(0, tuple(process_of), ())
-        # All who train wait for the thread's part in a repair: the main thread makes way sooner.
-        self._switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(BUILDING_SWITCH_S)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="ft-build", daemon=True)
-        self._thread.start()
+        self._meanwhile = Meanwhile(self._repair_if_needed)
 
     def stop_building(self) -> None:
         """This process has built what it was asked for, or never built alone."""
-        if self._thread is None:
+        if self._meanwhile is None:
             return
-        self._stop.set()
-        self._thread.join()
-        self._thread = None
-        sys.setswitchinterval(self._switch_interval)
+        self._meanwhile.stop()
+        self._meanwhile = None
         slot = self.building
         assert slot is not None
         self.world.alone = None
@@ -531,17 +412,12 @@ class Membership:
         self.built = Built(self.world.topology.shard_of(slot), slot)
         self.world.label = slot
 
-    def _serve(self) -> None:
-        while not self._stop.wait(POOL_INTERVAL_S):
-            if self.world.needs_repair():
-                try:
-                    self._take_part({})
-                except Released:
-                    self.session.leave(0, "")
-                except self.session.no_way_on as stop:
-                    self.session.leave(75, str(stop))
-                except BaseException:
-                    # The others wait for this thread in the repair: they must see a death.
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def _repair_if_needed(self) -> None:
+        if not self.world.needs_repair():
+            return
+        try:
+            self._take_part({})
+        except Released:
+            self.session.leave(0, "")
+        except self.session.no_way_on as stop:
+            self.session.leave(75, str(stop))

@@ -64,6 +64,22 @@ def move_state(session: Session, moves: Sequence[Move], repaired: Repaired) -> b
     return True
 
 
+def give_state(session: Session, moves: Sequence[Move]) -> None:
+    """A pool process's part: it sends what the plan asks of it, and has no vote.
+
+    If a copy comes to nothing, those who serve find that and call all to another repair.
+    """
+    world = session.world
+    assert world is not None
+    try:
+        for move in moves:
+            if not isinstance(move, Rebuild) and move.source_process == world.process:
+                copy_state(session, move)
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+
+
 def _take_or_give(session: Session, move: Move, repaired: Repaired) -> Moved | None:
     """This process's part in one move; None where it has none."""
     world = session.world

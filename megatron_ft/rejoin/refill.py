@@ -172,25 +172,6 @@ def targets(
     return chosen
 
 
-def surplus(
-    topology: Topology, assignment: Assignment, built: Mapping[int, Built]
-) -> tuple[int, ...]:
-    """Ready pool processes whose shard is wanted by no dark replica any more, ascending."""
-    wanted: dict[Shard, int] = {}
-    dark = [s for r in assignment.dark_replicas(topology) for s in topology.replica(r)]
-    for slot in (*assignment.adopted, *dark):
-        shard = topology.shard_of(slot)
-        wanted[shard] = wanted.get(shard, 0) + 1
-    left: list[int] = []
-    for process in sorted(built):
-        shard = built[process].shard
-        if wanted.get(shard, 0) > 0:
-            wanted[shard] -= 1
-        else:
-            left.append(process)
-    return tuple(left)
-
-
 def seats_for(
     topology: Topology,
     slots: tuple[int, ...],
