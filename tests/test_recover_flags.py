@@ -60,8 +60,8 @@ ARITHMETIC: dict[str, tuple[dict[str, int], tuple[str, ...], float]] = {
     ),
     # A sum in another order may round a parameter to its other neighbour.
     "bf16": (PIPELINE, ("--bf16",), 1e-3),
-    # The first loss scales overflow, so that steps are skipped. What overflows must be a microbatch:
-    # a sum of more of them, where a replica has died, would overflow sooner.
+    # The first loss scales overflow, so that steps are skipped. What overflows must be one
+    # microbatch: a sum of more of them, where a replica has died, would overflow sooner.
     "fp16": (
         PIPELINE,
         (
