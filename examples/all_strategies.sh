@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# The strategies in one job: four processes on this machine (pipeline 2 x data 2), three are killed.
+# The strategies in one job: six processes on this machine (pipeline 3 x data 2), three are killed.
 #
 #   examples/all_strategies.sh
 #
-# 1. In iteration 5 a process dies. Its replica goes dark, the other one computes its microbatches
-#    (ReCoVer), and a new process is started; when it has built its stage, the replica is filled.
-# 2. In iteration 50 a stage dies in both replicas. Nobody holds it any more: it is rebuilt from its
-#    neighbour (CheckFree+) in one new process, and copied from there to the other.
+# 1. In iteration 5 a process dies between two steps. Its replica goes dark for the moment, and the
+#    other one computes its microbatches (ReCoVer). Before the next step the process of the
+#    neighbouring stage adopts the dead one's (MeCeFO) and the replica is back. When a new process has
+#    been started and has built the stage, it fills the slot.
+# 2. In iteration 30 a stage dies in both replicas. Nobody holds it any more: it is rebuilt from its
+#    neighbours (CheckFree) in a new process, training goes on with one replica, and the other comes
+#    back from there.
 #
 # RUN_DIR: run directory (default runs/all-strategies-<timestamp>-<pid>). Further flags are passed
 # on. The last line is "all strategies: ok" if all went as it should. About two minutes on two cores.
@@ -19,16 +22,18 @@ if ! [ -x $PYTHON ]; then
     exit 64
 fi
 RUN_DIR=${RUN_DIR:-runs/all-strategies-$(date +%Y%m%d-%H%M%S)-$$}
-ITERS=60 DARK=5 LOST=50
+ITERS=60 DARK=5 LOST=30
 LIMIT_S=900
 
-# Slots of replica r: r in the first stage, 2 + r in the second. A newcomer imports and builds for
+# Slots of replica r: r, 2 + r and 4 + r, stage by stage. A newcomer imports and builds for
 # some seconds; steps that sleep a little leave it the processor, and it the time, until then.
 code=0
-timeout --foreground $LIMIT_S env TP=1 PP=2 DP=2 ITERS=$ITERS RUN_DIR="$RUN_DIR" \
-    examples/tiny_llama.sh --ft-recover --ft-checkfree-plus --ft-respawn \
-    --ft-fault slow@4:slot=1:s=0.1:for=$((LOST - 4)) \
-    --ft-fault kill@$DARK:slot=2 \
+timeout --foreground $LIMIT_S env TP=1 PP=3 DP=2 ITERS=$ITERS RUN_DIR="$RUN_DIR" \
+    examples/tiny_llama.sh --num-layers 6 \
+    --ft-recover --ft-mecefo --ft-checkfree --ft-respawn \
+    --ft-fault slow@4:slot=0:s=0.2:for=$((LOST - 4)) \
+    --ft-fault slow@$((LOST + 1)):slot=0:s=0.15:for=$((ITERS - LOST - 1)) \
+    --ft-fault kill@$DARK:slot=3:point=optimizer \
     --ft-fault kill@$LOST:slot=2 --ft-fault kill@$LOST:slot=3 "$@" 2>&1 |
     $PYTHON tools/show_run.py "$RUN_DIR.log" --every 10 || code=$?
 if [ $code -ne 0 ]; then

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_ft.recover.buckets import BucketSnapshots
 from megatron_ft.recover.policy_workload import PolicyWorkload
+from megatron_ft.recover.timers import break_off, running
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.schedule.passage import passage_of
 from megatron_ft.world.errors import WorldBroken
@@ -216,6 +217,7 @@ class StepTransaction:
             if self.snapshots is None:
                 groups = [g for c in chunks for g in c.bucket_groups]
                 self.snapshots = BucketSnapshots(groups)
+                self.host(self.pair)
             self._scalers_before = [scaler.state_dict() for scaler in self._scalers()]
         self._totals = Totals()
         self._computing = None
@@ -255,6 +257,8 @@ class StepTransaction:
         self.policy.in_transaction, self.pipeline_done = True, False
         self.contributes = workload.counts(self.replica)
         counts: tuple[int, ...] = ()
+        timers = chunks_of(call["model"])[0].config.timers
+        timed = running(timers)
         try:
             if ids:
                 self._compute(schedule, call, ids)
@@ -273,6 +277,7 @@ class StepTransaction:
             logger.warning("attempt of iteration %d broke: %s", self.iteration, broken)
             self.world.revoke_active()
             self.world.revoke_groups(pipeline=not self.pipeline_done)
+            break_off(timers, timed)
             return counts, False
         finally:
             self.policy.in_transaction = False

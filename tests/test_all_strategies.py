@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 import check_all_strategies
 
 ITERS, LOST = 12, 8
-FAULTS = ["kill@3:slot=2", f"kill@{LOST}:slot=2", f"kill@{LOST}:slot=3"]
+FAULTS = ["kill@3:slot=3", f"kill@{LOST}:slot=2", f"kill@{LOST}:slot=3"]
 
 
 def story(directory: Path, **without: bool) -> Path:
-    """A run of two stages and two replicas as the script makes one, without what is named."""
-    run = Writer(directory, data=2, pipeline=2, pool=0)
+    """A run of three stages and two replicas as the script makes one, without what is named."""
+    run = Writer(directory, data=2, pipeline=3, pool=0)
     run.begin(train_iters=ITERS, faults=FAULTS)
 
     def strike(fault: str) -> None:
@@ -32,20 +32,20 @@ def story(directory: Path, **without: bool) -> Path:
     run.steps(2)
     strike(FAULTS[0])
     if not without.get("dark"):
-        run.die(0, 1, 2)
-    run.deal({0})
+        run.die(1, 1, 3)
+    if not without.get("adopted"):
+        run.emit("stage_adopted", slot=3, by_slot=1, replica=1, stage=1)
     run.steps(3)
-    run.deal(set())
     if not without.get("filled"):
-        run.refill(0, [0, 4])
+        run.refill(1, [1, 6, 5])
     run.steps(2)
     for fault in FAULTS[1:]:
         strike(fault)
     if not without.get("rebuilt"):
         run.emit("stage_rebuilt", stage=1, method="copy", slot=2, replica=0)
     if not without.get("back"):
-        run.refill(0, [0, 5])
-        run.refill(1, [1, 6])
+        run.refill(0, [0, 7, 4])
+        run.refill(1, [1, 8, 5])
     run.steps(ITERS - LOST + (0 if without.get("step") else 1))
     return run.end("degraded" if without.get("all_live") else "ok")
 
@@ -62,8 +62,9 @@ def test_the_story_as_it_should_be(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
-        ("dark", "replica 0 goes dark"),
-        ("filled", "its slots are filled again before that"),
+        ("dark", "replica 1 goes dark"),
+        ("adopted", "a neighbour adopts slot 3"),
+        ("filled", "slot 3 is filled by a new process"),
         ("rebuilt", "the lost stage is rebuilt once"),
         ("back", "both of its slots are served again"),
         ("step", f"{ITERS - 1} iterations of {ITERS}"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, data_prefix
+from megatron_flags import parse
 
 from megatron_ft.campaign.checks import CHECKS
 from megatron_ft.campaign.job import HOOKED_SCRIPT, SCRIPT, case_command, setting_command
@@ -173,6 +174,13 @@ def test_what_grows_is_counted_where_one_process_is_a_replica(tmp_path: Path) ->
 # --- those that are ready ------------------------------------------------------------------------
 
 
+def test_ready_campaigns_have_flags_that_there_are() -> None:
+    for campaign in read_campaigns(READY):
+        for case in campaign.cases:
+            parse(case_command(case, Path("runs/x"), "data/x")[6:])
+
+
+@pytest.mark.slow  # some forty command lines
 def test_ready_campaigns_have_flags_that_go_together(tmp_path: Path) -> None:
     """Megatron's parser and every refusal, all in one process so that Megatron is imported once."""
     asked: dict[str, list[object]] = {}

@@ -80,6 +80,8 @@ RUN_BY = {
     ),
     "megatron-ft-run -n 8 pretrain_llama_ft.py ... --ft-recover --ft-respawn": LAUNCHED,
     "megatron-ft-run -n 8 pretrain_llama_ft.py --ft-recover": LAUNCHED,
+    "megatron-ft-run -n 8 pretrain_llama_ft.py ... --pipeline-model-parallel-size 4 --ft-recover "
+    "--ft-mecefo --ft-fault *": LAUNCHED,
     "python tools/show_run.py run.log --every 10": f"{HERE}::test_the_output_that_is_kept",
     "megatron-ft-run -n 8 --max-restarts 20 pretrain_llama_ft.py --ft-recover "
     "--save checkpoints/mine --save-interval 100 --ft-run-dir runs/mine": LAUNCHED,
@@ -96,7 +98,16 @@ RUN_BY = {
     "DRY_RUN=1 * examples/llama_7b.sh": (
         "test_docs.py::test_the_dry_run_of_the_cluster_example_runs"
     ),
-    # benchmarks
+    # studies and benchmarks
+    "python tools/convergence.py strategies --plan": f"{HERE}::test_the_plan_of_a_study",
+    "python tools/convergence.py ablation": "test_convergence.py::test_jobs_of_the_studies",
+    "python tools/convergence.py swap-share": "test_convergence.py::test_jobs_of_the_studies",
+    "python tools/convergence.py mecefo": "test_convergence.py::test_jobs_of_the_studies",
+    "python tools/convergence.py strategies": "test_convergence.py::test_jobs_of_the_studies",
+    "python tools/convergence.py iteration-time": "test_convergence.py::test_jobs_of_the_studies",
+    "python tools/convergence.py ablation --seeds 1 --budget-minutes 20": (
+        "test_convergence.py::test_jobs_of_the_studies"
+    ),
     "python tools/bench_overhead.py --compare *": LAUNCHED,
     "python tools/bench_collectives.py -n 2 4": LAUNCHED,
     "python tools/bench_mecefo.py": "test_mecefo_bench.py::test_a_tiny_stage",
@@ -224,6 +235,14 @@ def test_another_mpirun() -> None:
     assert done.returncode == 0 and str(find_mpirun().path) in done.stdout, done.stderr
 
 
+def test_the_plan_of_a_study(tmp_path: Path) -> None:
+    (command,) = commands(f"{HERE}::test_the_plan_of_a_study").values()
+    copy = copy_of_the_repository(tmp_path, with_venv=False)
+    done = shell(shlex.join(command.words), copy, PYTHONPATH=str(copy))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 10
+
+
 # --- launches ------------------------------------------------------------------------------------
 
 SMALL_BENCH = ("--pairs", "1", "--topology", "1,1,2", "--iters", "8", "--warmup", "2")
@@ -249,7 +268,9 @@ def shortened(command: Command, prefix: str) -> list[str]:
     slots = number("-n", 0) - number("--ft-spares", 0)
     replicas = slots // number("--pipeline-model-parallel-size", 1)
     at = words.index("pretrain_llama_ft.py") + 1
-    given = [word for word in words[at:] if word != "..."]
+    # Faults of later iterations strike in the second.
+    given = [re.sub(r"^(kill|degrade)@\d+", r"\1@2", word) for word in words[at:] if word != "..."]
+    given = [re.sub(r":for=\d+", ":for=1", word) for word in given]
     if "--save-interval" in given:
         given[given.index("--save-interval") + 1] = "2"
     ours = ["--data-path", prefix, "--train-iters", "4", "--seed", "1", *model_flags(Model())]

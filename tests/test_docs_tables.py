@@ -23,6 +23,7 @@ COLUMNS = {
     "`--ft-recover`": ("--ft-recover",),
     "`--ft-checkfree`": ("--ft-recover", "--ft-checkfree"),
     "`--ft-checkfree-plus`": ("--ft-recover", "--ft-checkfree-plus"),
+    "`--ft-mecefo`": ("--ft-recover", "--ft-mecefo"),
 }
 SLOTS = 6
 FEATURES: dict[str, tuple[str, ...]] = {

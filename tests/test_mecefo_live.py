@@ -71,10 +71,12 @@ def test_a_degraded_replica_and_a_death_within_a_degraded_step(tmp_path: Path) -
     """
     run = degraded(
         *(tmp_path, "--ft-recover", *OVERLAP, "--ft-fault", "degrade@4:slot=4:for=3"),
+        # Both at once: were one of them left, it would adopt the other's stage.
         *("--ft-fault", "kill@5:slot=2:point=reduced"),
+        *("--ft-fault", "kill@5:slot=5:point=reduced"),
         **GRID,
     )
-    assert_faults_fired(run, 2)
+    assert_faults_fired(run, 3)
     assert_loss_stays_close(run, fault_free(tuple(GRID.items()), OVERLAP), first=4)
     assert [run.steps[i]["degraded_stages"] for i in range(1, 9)] == [0, 0, 0, 2, 2, 2, 0, 0]
     assert run.steps[5]["recomputed_microbatches"] == 4

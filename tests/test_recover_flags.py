@@ -44,7 +44,10 @@ ARITHMETIC: dict[str, tuple[dict[str, int], tuple[str, ...], float]] = {
     "no-clipping": (TENSOR, ("--clip-grad", "0", "--log-num-zeros-in-grad"), 1e-6),
     "timers": (
         PIPELINE,
-        ("--timing-log-level", "2", "--timing-log-option", "all", "--log-throughput"),
+        (
+            *("--timing-log-level", "2", "--timing-log-option", "all", "--log-throughput"),
+            "--no-barrier-with-level-1-timing",
+        ),
         1e-6,
     ),
     "recomputed-activations": (
@@ -57,10 +60,14 @@ ARITHMETIC: dict[str, tuple[dict[str, int], tuple[str, ...], float]] = {
     ),
     # A sum in another order may round a parameter to its other neighbour.
     "bf16": (PIPELINE, ("--bf16",), 1e-3),
-    # The first loss scales overflow, so that steps are skipped.
+    # The first loss scales overflow, so that steps are skipped. What overflows must be one
+    # microbatch: a sum of more of them, where a replica has died, would overflow sooner.
     "fp16": (
         PIPELINE,
-        ("--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1"),
+        (
+            *("--fp16", "--accumulate-allreduce-grads-in-fp32"),
+            *("--initial-loss-scale", str(2**22), "--hysteresis", "1"),
+        ),
         1e-3,
     ),
 }

@@ -17,6 +17,7 @@ from megatron_ft.campaign.reading import read_campaign
 CAMPAIGN = read_campaign(ROOT / "examples" / "campaigns" / "matrix.yaml")
 CASES = {case.name: case for case in CAMPAIGN.cases if not case.is_control}
 PIPELINE = {"tp": 1, "pp": 2, "dp": 3}
+OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "20000")
 IN_CI = {
     "first-and-last-iteration",
     "twice-in-a-row",

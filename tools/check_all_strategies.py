@@ -16,10 +16,11 @@ from megatron_ft.observe.rundir import RunDirectory
 from megatron_ft.observe.summary import build_summary
 
 STORY = {
-    "dark": "replica 0 goes dark before the stage is lost",
-    "filled": "its slots are filled again before that",
+    "dark": "replica 1 goes dark before the stage is lost",
+    "adopted": "a neighbour adopts slot 3 then",
+    "filled": "and slot 3 is filled by a new process before the stage is lost",
     "rebuilt": "the lost stage is rebuilt once",
-    "back": "and both of its slots are served again",
+    "back": "both of its slots are served again",
 }
 
 
@@ -43,14 +44,15 @@ def problems(events: Sequence[Event], iterations: int, lost: int) -> Iterator[st
         return {e["slot"] for e in part if e["kind"] == "slot_filled"}
 
     happened = {
-        "dark": [e["replica"] for e in events[:at] if e["kind"] == "replica_dark"] == [0],
-        "filled": filled(events[:at]) == {0, 2},
+        "dark": [e["replica"] for e in events[:at] if e["kind"] == "replica_dark"] == [1],
+        "adopted": [e["slot"] for e in events[:at] if e["kind"] == "stage_adopted"] == [3],
+        "filled": 3 in filled(events[:at]),
         "rebuilt": [e["stage"] for e in events[at:] if e["kind"] == "stage_rebuilt"] == [1],
         "back": filled(events[at:]) >= {2, 3},
     }
     for name, text in STORY.items():
         if not happened[name]:
-            yield f"it did not happen that {text}"
+            yield f"this did not happen: {text}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

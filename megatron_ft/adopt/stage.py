@@ -84,6 +84,7 @@ class AdoptedStage:
                 transaction=SimpleNamespace(eval_starts=dict(session.transaction.eval_starts)),
                 committed=session.committed,
                 evaluations=session.evaluations,
+                mecefo=session.mecefo,
             )
             self._generators = _generators()
         finally:

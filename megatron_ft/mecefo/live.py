@@ -191,9 +191,18 @@ class Mecefo:
         assert self._degraded is not None, "serve() comes first"
         return self._degraded
 
+    @property
+    def said(self) -> tuple[int, frozenset[Node] | None]:
+        """The last iteration for which it was written down who is degraded, and who was."""
+        return self._iteration, self._announced
+
+    def hear(self, said: tuple[int, frozenset[Node] | None]) -> None:
+        """A process that comes into the job goes on from what another one has said."""
+        self._iteration, self._announced = said
+
     def _announce(self, iteration: int) -> None:
         """Write down who is degraded from this step on, and who is not any more."""
-        following = iteration == self._iteration + 1
+        following = iteration - self._iteration in (0, 1)
         known, self._announced, self._iteration = self._announced, self.nodes, iteration
         if self._entered() and not (following and known is not None):
             return  # the others have said it

@@ -70,8 +70,8 @@ class Membership:
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit)
         checkfree = session.early.checkfree
-        # Swapped routes and two stages on a process at once are not compiled yet.
-        self.adopts: bool = session.early.mecefo.enabled and not checkfree.plus
+        # What CheckFree keeps of a stage, its rate and its norm, an adopter does not keep for two.
+        self.adopts: bool = session.early.mecefo.enabled and not checkfree.enabled
         self.strategies = Strategies(checkfree=checkfree, adopt=self.adopts, respawn=self.respawn)
         self.desired = len(session.world.ids) if session.world is not None else 0
         """Processes that the job should have; what is missing is started with ``--ft-respawn``."""

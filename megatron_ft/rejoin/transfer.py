@@ -98,6 +98,7 @@ def _state(session: Any) -> dict[str, Any]:
         "args": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
         "eval_starts": transaction.eval_starts,
         "evaluations": session.evaluations,
+        "degraded": None if session.mecefo is None else session.mecefo.said,
         "golden": _golden(session),
         "asked_once": [getattr(o, _ASKED_ONCE, None) for o in _optimizers(session)],
         "rng": torch.get_rng_state(),
@@ -123,6 +124,8 @@ def _load(session: Any, state: dict[str, Any]) -> None:
     session.transaction.eval_starts = dict(state["eval_starts"])
     session.evaluations = state["evaluations"]
     session.committed = state["iteration"]
+    if session.mecefo is not None:
+        session.mecefo.hear(state["degraded"])
     torch.set_rng_state(state["rng"])
     get_cuda_rng_tracker().set_states(dict(state["tracker"]))
     _set_golden(session, state["golden"])

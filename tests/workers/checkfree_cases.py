@@ -86,7 +86,7 @@ class Job:
             settings.no_sync_func = model[0].no_sync
         self.session = SimpleNamespace(
             args=args, model=model, optimizer=optimizer, scheduler=scheduler, committed=0,
-            evaluations=0, transaction=SimpleNamespace(eval_starts={}),
+            evaluations=0, transaction=SimpleNamespace(eval_starts={}), mecefo=None,
         )  # fmt: skip
         lr_scale.install(self.session, self.options)
         return self.session
