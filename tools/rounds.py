@@ -75,6 +75,8 @@ class Job:
     """Committed steps that were done again after restarts."""
     too_many_lost: int = 0
     """Restarts that went back behind the newest checkpoint."""
+    other_deaths: int = 0
+    """Processes that died without having been killed, at the end of the job for instance."""
     exit_code: int | None = None
     missing_steps: int = 0
     wrong_steps: int = 0
@@ -293,6 +295,8 @@ def count_steps(job: Job, run_dir: Path) -> None:
                 job.lost_steps += 1
                 job.too_many_lost += iteration <= saved
             newest = max(newest, iteration)
+    deaths = len({(e["failed_process"], e["epoch"]) for e in read(run_dir, "fault_detected")})
+    job.other_deaths = max(0, deaths - sum(r.kills for r in job.rounds))
     everything = build_summary([dict(e) for e in read_all(run_dir)])
     job.missing_steps = len(everything["missing_steps"])
     job.wrong_steps = everything["steps_with_wrong_microbatches"]
