@@ -32,7 +32,6 @@ from megatron_ft.world.environment import (
 
 logger = logging.getLogger("megatron_ft")
 
-BOOT_PATIENCE_S = 600.0
 REFUSAL_PATIENCE_S = 20.0
 
 
@@ -88,8 +87,8 @@ class Job:
         self.watch: Any = None
         self.slot: int | None = int(os.environ["RANK"])
         self.session: Any = None
-        self.boot: dict[str, Any] | None = None
-        """In a spawned process, what its parent told it of the world."""
+        self.newcomer: Any = None
+        """In a process that another one started: its way into the world."""
 
     def decide(self, before: Any, dead: frozenset[int], reports: Any) -> Any:
         """The planner of the world: what all processes know, they decide alike."""
@@ -132,27 +131,19 @@ def _connect(job: Job) -> None:
     """Make the world of this process: from the launch, or from the one that spawned it."""
     from mpi4py import MPI
 
-    from megatron_ft.rejoin import spawn
+    from megatron_ft.rejoin import priority, spawn
+    from megatron_ft.rejoin.newcomer import Newcomer
     from megatron_ft.topology import Topology, initial_assignment
-    from megatron_ft.world.world import World, join
+    from megatron_ft.world.world import World
 
     early, comm = job.early, MPI.COMM_WORLD
     bridge = spawn.parent()
     if bridge is not None:
+        priority.lower()
         _import_everything()
-        try:
-            job.boot = spawn.wait_for_boot(bridge, BOOT_PATIENCE_S)
-        except spawn.NotWanted as why:
-            print(f"megatron_ft: a process that was started leaves: {why}", flush=True)
-            os._exit(0)
-        joined = join(bridge)
-        bridge.Free()
-        boot = job.boot
-        ids = [*boot["ids"], boot["process"]]
-        assignment = boot["assignment"].joined([boot["process"]])
-        job.world = World(
-            boot["topology"], assignment, boot["process"], joined, ids, job.decide, fresh=False
-        )
+        job.newcomer = Newcomer.arrive(bridge)
+        order = job.newcomer.order
+        job.world = World.outside(order.topology, order.process, job.decide)
     else:
         num_slots = early.num_slots or comm.size - early.options.ft_spares
         if num_slots < 1 or num_slots % early.replica_size:
@@ -202,15 +193,12 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     job.session = session
     session.leave = lambda code, message: _leave_from_thread(job, code, message)
     session.part = lambda: _part(job)
-    if job.world is not None and job.boot is None:
+    if job.world is not None and job.newcomer is None:
         pids = job.world.comm.allgather((process, os.getpid()))
         session.membership.pids = dict(pids)
-    if job.boot is not None:
-        session.membership.newcomer = True
-        session.membership.history = job.boot["history"]
-        session.membership.desired = job.boot["desired"]
-        session.membership.full = job.boot["full"]
-        session.barred_said = set(session.membership.history.barred)
+    if job.newcomer is not None:
+        session.membership.newcomer = job.newcomer
+        session.iteration = job.newcomer.order.iteration
     _inject_faults(job)
     code, message = 0, ""
     try:
@@ -244,14 +232,7 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
                 # Schedulers send it to all processes. It is for those who train to end the job:
                 # the death of one that waits would only come in between.
                 signal.signal(job.early.exit_signal, signal.SIG_IGN)
-            if job.boot is None:
-                _import_everything()  # a spare has the time for it now, not when it is needed
-            _join_pool(job)
-            if job.boot is None and membership.warm:
-                membership.target = membership.warm_target()
-            membership.wait()
-            job.slot = membership.target
-            assert job.slot is not None
+            job.slot = _slot_to_build(job)
             os.environ["RANK"] = str(job.slot)
             job.session.joining = True
             membership.start_building(job.slot)
@@ -287,15 +268,24 @@ def _complain_of_silent_exit(job: Job) -> None:
         raise RuntimeError("Megatron ended before it trained; its own message says why")
 
 
-def _join_pool(job: Job) -> None:
-    """A spawned process makes itself known; one of the launch is known already."""
-    from megatron_ft.rejoin.membership import Released
+def _slot_to_build(job: Job) -> int:
+    """For which slot this process of the pool builds; a newcomer has been told before it joins.
 
-    if job.boot is not None:
-        repaired = job.session.membership.repair({"boundary": True})
-        if repaired.plan is None:
-            raise Released
-        job.session.stop(repaired)
+    Raises:
+        Released: The job is over.
+    """
+    membership = job.session.membership
+    if job.newcomer is not None:
+        if (told := job.newcomer.order.slot) is not None:
+            return int(told)
+        job.newcomer.enter(job.session)
+    else:
+        _import_everything()  # a spare has the time for it now, not when it is needed
+        if membership.warm:
+            membership.target = membership.warm_target()
+    membership.wait()
+    assert membership.target is not None
+    return int(membership.target)
 
 
 def _agree_on_the_end(job: Job) -> None:
@@ -350,8 +340,8 @@ def _inject_faults(job: Job) -> None:
 def _agreed_run_dir(job: Job) -> str:
     from megatron_ft.observe.rundir import default_path
 
-    if job.boot is not None:
-        return str(job.boot["run_dir"])
+    if job.newcomer is not None:
+        return str(job.newcomer.order.run_dir)
     given = job.early.options.ft_run_dir
     path = given or os.environ.get(RUN_DIR) or str(default_path())
     return str(job.world.comm.bcast(path)) if job.world is not None else path
@@ -369,15 +359,22 @@ def _watch(job: Job) -> Any:
         progress=options.ft_progress_timeout,
         collective=options.ft_collective_timeout,
     )
-    boot = job.boot
+    newcomer = job.newcomer
     name = f"megatron_ft-{os.getpid()}-{time.time_ns()}"
-    path = Path("/dev/shm") / (name if boot is not None else world.comm.bcast(name))
-    if boot is not None:
-        path = Watch.path_for(boot["watch"], path)
-    watch = Watch(path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True))
+    path = Path("/dev/shm") / (name if newcomer is not None else world.comm.bcast(name))
+    if newcomer is not None:
+        path = Watch.path_for(newcomer.order.watch, path)
+    try:
+        watch = Watch(
+            path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True)
+        )
+    except FileNotFoundError:
+        if newcomer is not None:
+            newcomer.look_back()  # the file is out of reach when its parent has died
+        raise
     world.watch = watch
     watch.start()
-    if boot is None:
+    if newcomer is None:
         world.comm.Barrier()  # everybody has the file open: it can lose its name
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

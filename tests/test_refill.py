@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.checkfree.options import CheckfreeOptions
+from megatron_ft.planner import Facts, builders
 from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.rejoin.history import History
 from megatron_ft.rejoin.hope import Help, stop_if_hopeless
 from megatron_ft.rejoin.refill import (
     Built,
@@ -217,3 +219,30 @@ def test_any_history(history: tuple[Topology, int, list[set[int]]]) -> None:
         if not whole(assignment, topology):
             assert stop_if_hopeless(topology, plan, NOBODY, holds).stop is not None
             return
+
+
+def test_a_slot_for_which_newcomers_keep_dying_stays_vacant() -> None:
+    history = History()
+    history.count_unborn((3,))
+    history.count_unborn((3, 1))
+    assert history.barred == frozenset()
+    history.count_unborn((3,))
+    assert history.barred == {3}
+
+
+def test_a_process_that_is_started_builds_what_nobody_else_does() -> None:
+    topology = Topology(tensor=1, pipeline=2, data=2)
+    before = initial_assignment(topology, range(4))
+    dark = settle(topology, before, frozenset({0, 3})).assignment  # stage 0, stage 1: all wait
+    living = {1: Facts(built=Built(Shard(0, 0), 1)), 2: Facts(built=Built(Shard(0, 1), 2))}
+
+    def slot_of(assignment: Assignment, known: dict[int, Facts], newcomer: int) -> int | None:
+        joined = assignment.joined([newcomer])
+        told = {**known, newcomer: Facts()}
+        return builders(topology, joined, told, (), (), warm=False).get(newcomer)
+
+    assert slot_of(dark, living, 4) == 1, "the leftovers can make replica 0 whole"
+    with_4 = {**living, 4: Facts(built=Built(Shard(0, 0), 1))}
+    assert slot_of(dark.joined([4]), with_4, 5) == 3
+    with_5 = {**with_4, 5: Facts(building=3)}
+    assert slot_of(dark.joined([4, 5]), with_5, 6) is None

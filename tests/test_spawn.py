@@ -9,6 +9,7 @@ def test_a_process_that_dies_early_is_followed_by_another() -> None:
     ended = run_ranks(1, "spawn_worker.py", timeout_s=120)
     assert "a process that was started died before it was up" in ended.output, ended.output
     assert "started 2 ready True" in ended.output and "pending 0" in ended.output, ended.output
+    assert "ordered to build for 3" in ended.output, ended.output
     assert "booted with the world" in ended.output, ended.output
 
 

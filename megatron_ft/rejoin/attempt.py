@@ -1,4 +1,4 @@
-"""One new process on its way: from Comm_spawn until it says that it is there.
+"""One new process on its way: from Comm_spawn until it says that it can be taken in.
 
 A process that dies before it has called MPI_Init leaves Comm_spawn waiting for ever (Open MPI
 5.0.11). So one thread spawns, a second one looks whether the process still exists, and when it does
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 from mpi4py import MPI
@@ -23,7 +24,7 @@ from megatron_ft.world.world import quiet
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
-HERE_TAG = 7203
+HERE_TAG, ORDER_TAG, READY_TAG = 7203, 7204, 7205
 LOOK_S = 0.02
 EXISTS_S = 0.5
 """Between two looks whether the process still exists."""
@@ -38,6 +39,7 @@ class Attempt:
 
     Args:
         pause_s: Seconds before it is started.
+        order: Called from a thread when the process has imported: what it is told to prepare.
         ended: Called once, from a thread: with the bridge to the process, or with None if it could
             not be started or has died.
         program: What to start.
@@ -46,10 +48,12 @@ class Attempt:
     def __init__(
         self,
         pause_s: float,
+        order: Callable[[], Any],
         ended: Callable[[MPI.Intracomm | None], None],
         program: list[str] | None = None,
     ) -> None:
         self._pause_s = pause_s
+        self._order = order
         self._ended = ended
         self._program = program or [sys.executable, *sys.argv]
         self._name = f"rank-{os.getpid()}-{next(_numbers)}"
@@ -81,10 +85,10 @@ class Attempt:
         bridge = quiet(inter.Merge(False))
         self._spawning = False  # from here on MPI tells of its death
         inter.Free()
-        # It imports for seconds; until it has said that it is there, nobody asks it anything.
-        while not bridge.Iprobe(source=1, tag=HERE_TAG):
-            time.sleep(LOOK_S)
-        bridge.recv(source=1, tag=HERE_TAG)
+        # It imports for seconds, and builds; until it has said that it is ready, nobody asks it.
+        _await(bridge, HERE_TAG)
+        bridge.send(self._order(), dest=1, tag=ORDER_TAG)
+        _await(bridge, READY_TAG)
         return bridge
 
     def _look(self) -> None:
@@ -116,3 +120,9 @@ class Attempt:
             self._claimed = True
         self._ended(bridge)
         self.over = True
+
+
+def _await(bridge: MPI.Intracomm, tag: int) -> None:
+    while not bridge.Iprobe(source=1, tag=tag):
+        time.sleep(LOOK_S)
+    bridge.recv(source=1, tag=tag)

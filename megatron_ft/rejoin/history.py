@@ -71,6 +71,15 @@ class History:
                 if committed <= at:
                     self.failures[slot] = self.failures.get(slot, 0) + 1
 
+    def count_unborn(self, slots: Collection[int]) -> None:
+        """Count replacements that died while they built, before they were one of the world.
+
+        Args:
+            slots: For which slot each one built.
+        """
+        for slot in slots:
+            self.failures[slot] = self.failures.get(slot, 0) + 1
+
     def note_fills(self, plan: RecoveryPlan) -> None:
         """Note which slots a plan fills, and before which step."""
         for action in plan.actions:

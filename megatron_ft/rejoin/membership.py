@@ -22,8 +22,9 @@ from megatron_ft.recovery_plan import Adopt, Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin.building import Meanwhile
 from megatron_ft.rejoin.history import History
 from megatron_ft.rejoin.moving import give_state, move_state, needs_state
+from megatron_ft.rejoin.newcomer import Newcomer
 from megatron_ft.rejoin.refill import Built, processes_of
-from megatron_ft.rejoin.spawn import BOOT_TAG, Spawner
+from megatron_ft.rejoin.spawn import BOOT_TAG, Order, Spawner
 from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.world import Repaired, Report
@@ -58,7 +59,9 @@ class Membership:
         """Process -> its operating-system pid, for people."""
         self.leaving = False
         """Whether this process's replica was asked to leave, so that it ends."""
-        self.newcomer = False
+        self.newcomer: Newcomer | None = None
+        """In a process that another one started, until it is one of the world."""
+        self.taken_in = False
         """Whether this process has just been taken in, and the others wait for it to repair."""
         self.history = History()
         self.others: dict[int, Report] = {}
@@ -68,7 +71,7 @@ class Membership:
         options = session.early.options
         self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
-        self.spawner = Spawner(options.ft_respawn_limit)
+        self.spawner = Spawner(options.ft_respawn_limit, self._order)
         checkfree = session.early.checkfree
         # What CheckFree keeps of a stage, its rate and its norm, an adopter does not keep for two.
         self.adopts: bool = session.early.mecefo.enabled and not checkfree.enabled
@@ -85,6 +88,8 @@ class Membership:
         self._gave_up = False
         self._wanted: dict[int, int] = {}
         """Pool process -> the slot that the last repair asked it to build for."""
+        self._next_slot: int | None = None
+        """For which slot a process that is started now should build."""
         self._meanwhile: Meanwhile | None = None
 
     # -- what the others are told ----------------------------------------------------------------
@@ -144,24 +149,27 @@ class Membership:
 
     def repair(self, facts: Mapping[str, Any]) -> Repaired:
         """Repair until the world is whole, newcomers are in, and state is where it belongs."""
-        called = not self.newcomer
+        called = not self.taken_in
         refilled, adopted = False, set[int]()
         while True:
-            spawned = bool(facts.get("boundary")) and self._has_room() and self.spawner.ready()
+            spawned = self._waiting_newcomer() if facts.get("boundary") else None
             orders = self.session.control.orders.tell() if facts.get("boundary") else {}
-            told = {**self.facts(), **facts, **orders, "spawned": spawned}
+            failed = tuple(self.spawner.failed)
+            told = {**self.facts(), **facts, **orders, "spawned": spawned, "failed": failed}
             repaired = self.world.repair(told, called=called)
-            called, self.newcomer = True, False
+            called, self.taken_in = True, False
+            del self.spawner.failed[: len(failed)]
             self._learn(repaired)
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
                 return repaired
             moves = [a for a in repaired.plan.actions if isinstance(a, Fill | Rebuild | Adopt)]
             fills = [a for a in moves if not isinstance(a, Adopt)]
-            leaders = sorted(p for p, r in repaired.reports.items() if r.facts.get("spawned"))
+            told_of = {p: r.facts["spawned"] for p, r in sorted(repaired.reports.items())}
+            leaders = [p for p, newcomer in told_of.items() if newcomer is not None]
             if leaders and not moves:
                 # One at a time: the first newcomer takes part in taking in the second.
-                self._admit(leaders[0])
+                self._admit(leaders[0], told_of[leaders[0]])
                 called = False
                 facts = {**facts, "boundary": True}
                 continue
@@ -195,6 +203,8 @@ class Membership:
             for p, report in self.others.items()
         }
         self.history.count_failures(repaired.dead, living, begun)
+        for report in repaired.reports.values():
+            self.history.count_unborn(report.facts["failed"])
         self.others = dict(repaired.reports)
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
@@ -204,6 +214,7 @@ class Membership:
         self.ready = planner.ready_of(living, set(assignment.pool) - left)
         wanted = planner.builders(topology, assignment, living, self.closed, left, warm=self.warm)
         self._wanted = wanted
+        self._next_slot = self._slot_for_next(living)
         self.target = wanted.get(self.world.process)
         if not self.world.slots:
             label = self.world.label
@@ -269,27 +280,55 @@ class Membership:
                 order.reply(iteration=self.session.committed, processes=sorted(processes))
         return asked
 
-    def _admit(self, leader: int) -> None:
+    def _slot_for_next(self, living: Mapping[int, Facts]) -> int | None:
+        """For which slot one more process would build."""
+        world = self.world
+        assignment = world.assignment.joined([world.next_process])
+        told = {**living, world.next_process: Facts()}
+        left, warm = self.history.left, self.warm
+        chosen = planner.builders(world.topology, assignment, told, self.closed, left, warm=warm)
+        return chosen.get(world.next_process)
+
+    def _order(self) -> Order:
+        """What a process that was started for this one prepares; called from a thread."""
+        session = self.session
+        return Order(
+            process=self.world.next_process,
+            slot=self._next_slot,
+            topology=self.world.topology,
+            iteration=session.iteration,
+            run_dir=str(session.observer.run_dir.path),
+            watch=session.watch.shared() if session.watch is not None else None,
+        )
+
+    def _waiting_newcomer(self) -> int | None:
+        """The id of a process that this one has started and that can be taken in now."""
+        if not self._has_room() or self.spawner.bridge is None:
+            return None
+        assert self.spawner.order is not None
+        newcomer = self.spawner.order.process
+        if newcomer < self.world.next_process:
+            self.spawner.discard()
+            return None
+        return newcomer if self.spawner.ready() else None
+
+    def _admit(self, leader: int, newcomer: int) -> None:
         bridge = self.spawner.bridge if leader == self.world.process else None
         if bridge is not None:
             bridge.send(self._boot(), dest=1, tag=BOOT_TAG)
-        self.world.admit(leader, bridge)
+        self.world.admit(leader, bridge, newcomer)
         if bridge is not None:
             self.spawner.taken()
 
     def _boot(self) -> dict[str, Any]:
         """What a newcomer must know."""
-        world, session = self.world, self.session
+        world = self.world
         return {
-            "process": world.next_process,
             "ids": world.ids,
             "assignment": world.assignment,
-            "topology": world.topology,
             "history": self.history,
             "desired": self.desired,
             "full": self.full,
-            "run_dir": str(session.observer.run_dir.path),
-            "watch": session.watch.shared() if session.watch is not None else None,
         }
 
     # -- step boundaries -------------------------------------------------------------------------
@@ -302,6 +341,8 @@ class Membership:
         if world.process != world.elected:
             return False
         self._hear()
+        if self.spawner.failed:
+            return True  # after a few of them the slot stays vacant, as all must know
         if self.starts_processes:
             self.start_missing()  # also what could not be started before
         if self.session.control.orders.pending:
@@ -345,9 +386,9 @@ class Membership:
             if self.built is None and self.target is not None:
                 return
             if self.world.needs_repair() or self._nobody_trains() or self._one_less_waits():
-                self._take_part({})
+                self.take_part({})
             elif not self.world.assignment.live_slots and self._can_go_on():
-                self._take_part({"boundary": True})
+                self.take_part({"boundary": True})
             elif self.built is not None and announced != self.world.epoch:
                 announced = self.world.epoch
                 self._announce()
@@ -369,7 +410,12 @@ class Membership:
         self._gave_up = self._gave_up or given_up
         return given_up or self.wants_boundary()
 
-    def _take_part(self, facts: Mapping[str, Any]) -> None:
+    def take_part(self, facts: Mapping[str, Any]) -> None:
+        """Repair as one who serves no slot.
+
+        Raises:
+            Released: The job is over.
+        """
         repaired = self.repair(facts)
         if repaired.plan is None:
             raise Released
@@ -389,7 +435,8 @@ class Membership:
     def start_building(self, slot: int) -> None:
         """From now on this process builds for ``slot`` by itself; a thread takes part in repairs.
 
-        Megatron's set-up then sees a job in which no other slot is served.
+        Megatron's set-up then sees a job in which no other slot is served. A newcomer takes part in
+        no repairs yet, and its thread only looks whether somebody waits for it.
         """
         world = self.world
         assert self.built is None and not world.groups
@@ -397,7 +444,8 @@ class Membership:
         process_of[slot] = world.process
         self.building, self.target = slot, None
         world.alone = Assignment(0, tuple(process_of), ())
-        self._meanwhile = Meanwhile(self._repair_if_needed)
+        look = self._repair_if_needed if self.newcomer is None else self.newcomer.look_back
+        self._meanwhile = Meanwhile(look)
 
     def stop_building(self) -> None:
         """This process has built what it was asked for, or never built alone."""
@@ -411,12 +459,14 @@ class Membership:
         self.building = None
         self.built = Built(self.world.topology.shard_of(slot), slot)
         self.world.label = slot
+        if self.newcomer is not None:
+            self.newcomer.enter(self.session)
 
     def _repair_if_needed(self) -> None:
         if not self.world.needs_repair():
             return
         try:
-            self._take_part({})
+            self.take_part({})
         except Released:
             self.session.leave(0, "")
         except self.session.no_way_on as stop:

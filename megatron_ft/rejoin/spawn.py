@@ -1,18 +1,24 @@
 """New processes are started by the elected one, in a thread, while all others train.
 
-A spawned process first connects with its parent alone (the bridge). Only when it waits there is it
-taken into the world, at a step boundary: ``World.admit``.
+A spawned process first connects with its parent alone (the bridge). There it is told for which slot
+to build, and only when it has built and waits is it taken into the world, at a step boundary:
+``World.admit``. Until then it is in nobody's way: no repair waits for it, and if it dies nobody
+else needs to know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
-from megatron_ft.rejoin.attempt import HERE_TAG, Attempt
+from megatron_ft.rejoin.attempt import HERE_TAG, ORDER_TAG, READY_TAG, Attempt
+from megatron_ft.topology import Topology
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.world import quiet
 
@@ -27,15 +33,37 @@ class NotWanted(Exception):
     """In a spawned process: nobody takes it in, so that it may go."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a new process prepares, outside of the world."""
+
+    process: int
+    """Its id, if it is taken in before another one of that id."""
+    slot: int | None
+    """The slot for which it builds; None if for none."""
+    topology: Topology
+    iteration: int
+    """The step at which it was told."""
+    run_dir: str
+    watch: tuple[str, str] | None
+    """Where the processes of its parent's host watch each other."""
+
+
 class Spawner:
     """Starts processes one after another.
 
     Args:
         limit: How many at the most in the life of this process's job.
+        order: Called from a thread when a new process has imported.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, order: Callable[[], Order]) -> None:
         self.limit = limit
+        self.order: Order | None = None
+        """Of the process that prepares itself or waits to be taken in."""
+        self.failed: list[int] = []
+        """Slots for which one died while it built; emptied by who has told the others."""
+        self._make_order = order
         self.started = 0
         self.bridge: MPI.Intracomm | None = None
         """To a process that waits to be taken in; None while none does."""
@@ -99,23 +127,39 @@ class Spawner:
             self._forget(failed=True)
             return False
 
+    def discard(self) -> None:
+        """Send the process at the bridge away: another one has come with its id."""
+        assert self.bridge is not None
+        try:
+            self.bridge.send(None, dest=1, tag=BOOT_TAG)
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+        self._forget(failed=False)
+
     def taken(self) -> None:
         """The process at the bridge is one of the world now."""
         assert self.bridge is not None
         self.bridge.Free()
-        self.bridge = None
+        self.bridge = self.order = None
         self._backoff = 0.0
         self._go_on()
 
     def _forget(self, *, failed: bool) -> None:
-        self.bridge = None
+        if failed and self.order is not None and self.order.slot is not None:
+            self.failed.append(self.order.slot)
+        self.bridge = self.order = None
         if failed:
             self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
     def _go_on(self) -> None:
         if self._wanted and self.bridge is None and not self._busy:
             self.started += 1
-            self._attempt = Attempt(self._backoff, self._ended)
+            self._attempt = Attempt(self._backoff, self._give_order, self._ended)
+
+    def _give_order(self) -> Order:
+        self.order = self._make_order()
+        return self.order
 
     def _ended(self, bridge: MPI.Intracomm | None) -> None:
         if bridge is None:
@@ -136,33 +180,61 @@ def parent() -> MPI.Intracomm | None:
     return bridge
 
 
-def _say_here(bridge: MPI.Intracomm) -> None:
-    try:
+def wait_for_order(bridge: MPI.Intracomm, patience_s: float) -> Order:
+    """Tell the parent that this process is there; returns what it is to prepare.
+
+    Raises:
+        NotWanted: The parent is gone.
+    """
+    with _or_leave():
         bridge.send(None, dest=0, tag=HERE_TAG)
-    except MPI.Exception as error:
-        if not is_failure(error):
-            raise
-        raise NotWanted("the process that started this one has died") from error
+        order: Order = _first(bridge, (ORDER_TAG,), patience_s)[1]
+    return order
+
+
+def parent_lives(bridge: MPI.Intracomm) -> None:
+    """Look whether there is still somebody for whom to prepare.
+
+    Raises:
+        NotWanted: There is not.
+    """
+    with _or_leave():
+        bridge.Iprobe(source=0, tag=BOOT_TAG)
 
 
 def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
-    """Wait at the bridge, answering hellos; returns what the parent says of the world.
+    """Wait at the bridge, ready and answering hellos; returns what the parent says of the world.
 
     Raises:
         NotWanted: The parent is gone or has no use for this process.
     """
+    with _or_leave():
+        bridge.send(None, dest=0, tag=READY_TAG)
+        while True:
+            tag, boot = _first(bridge, (HELLO_TAG, BOOT_TAG), patience_s)
+            if tag == BOOT_TAG:
+                break
+            bridge.send(None, dest=0, tag=HELLO_TAG)
+    if boot is None:
+        raise NotWanted("another process has come in its place")
+    return boot
+
+
+def _first(bridge: MPI.Intracomm, tags: tuple[int, ...], patience_s: float) -> tuple[int, Any]:
     deadline = time.monotonic() + patience_s
-    _say_here(bridge)
     while time.monotonic() < deadline:
-        try:
-            if bridge.Iprobe(source=0, tag=HELLO_TAG):
-                bridge.recv(source=0, tag=HELLO_TAG)
-                bridge.send(None, dest=0, tag=HELLO_TAG)
-            if bridge.Iprobe(source=0, tag=BOOT_TAG):
-                return bridge.recv(source=0, tag=BOOT_TAG)
-        except MPI.Exception as error:
-            if not is_failure(error):
-                raise
-            raise NotWanted("the process that started this one has died") from error
+        for tag in tags:
+            if bridge.Iprobe(source=0, tag=tag):
+                return tag, bridge.recv(source=0, tag=tag)
         time.sleep(0.005)
     raise NotWanted(f"not taken into the job within {patience_s:g} s")
+
+
+@contextlib.contextmanager
+def _or_leave() -> Iterator[None]:
+    try:
+        yield
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        raise NotWanted("the process that started this one has died") from error

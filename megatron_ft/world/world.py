@@ -103,8 +103,6 @@ class World:
         comm: MPI.Comm,
         ids: Iterable[int],
         planner: Planner,
-        *,
-        fresh: bool = True,
     ) -> None:
         self.topology = topology
         self.assignment = assignment
@@ -113,9 +111,9 @@ class World:
         self.planner = planner
         self.next_process = max(self.ids) + 1
         """Id of the next process that is spawned; ids are never used twice."""
-        self.comm = quiet(comm.Dup()) if fresh else comm
+        self.comm = quiet(comm.Dup())
         assert self.ids[self.comm.rank] == process
-        self.active: MPI.Comm | None = None
+        self.active: MPI.Comm | None
         self.groups: dict[GroupKey, Group] = {}
         self.label: int | None = self.slots[0] if self.slots else None
         self.relabel: Callable[[int, int], None] = _cannot_relabel
@@ -135,8 +133,13 @@ class World:
         """While this process builds for a slot by itself: that slot is all that is served."""
         # The watch thread revokes communicators while the main thread may be replacing them.
         self._links = threading.Lock()
-        if fresh:
-            self._derive_active(self.comm)
+        self.active = _split_active(self.comm, assignment, process)
+
+    @classmethod
+    def outside(cls, topology: Topology, process: int, planner: Planner) -> World:
+        """The world of a process that prepares itself before it enters that of the others."""
+        alone = Assignment(0, (None,) * topology.num_slots, (process,))
+        return cls(topology, alone, process, MPI.COMM_SELF, [process], planner)
 
     # -- who is who ------------------------------------------------------------------------------
 
@@ -342,7 +345,7 @@ class World:
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
         return outcome
 
-    def admit(self, leader: int, bridge: MPI.Intracomm | None) -> None:
+    def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> None:
         """Take a process that ``leader`` has spawned into the world, as one of the pool.
 
         Collective over the world, right after a repair; the new process calls ``join``. Open MPI
@@ -351,7 +354,9 @@ class World:
         Args:
             leader: The process that spawned it.
             bridge: On the leader, what connects it with the new process.
+            newcomer: The id of the new process.
         """
+        assert newcomer >= self.next_process
         peer = bridge if bridge is not None else MPI.COMM_SELF
         with self.watch.waiting():
             inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
@@ -359,10 +364,27 @@ class World:
             inter.Free()
         old, self.comm = self.comm, merged
         free(old)
-        newcomer = self.next_process
-        self.next_process += 1
+        self.next_process = newcomer + 1
         self.ids = [*self.ids, newcomer]
         self.assignment = self.assignment.joined([newcomer])
+
+    def join(self, bridge: MPI.Intracomm, ids: Iterable[int], assignment: Assignment) -> None:
+        """The new process's side of ``admit``.
+
+        Args:
+            bridge: Connects it with the process that spawned it.
+            ids: Process id of each rank of the world that takes it in.
+            assignment: Who serves the slots there.
+        """
+        inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
+        merged = settled(inter.Merge(True))
+        inter.Free()
+        old, self.comm = self.comm, merged
+        free(old)
+        self.next_process = self.process + 1
+        self.ids = [*ids, self.process]
+        self.assignment = assignment.joined([self.process])
+        assert self.ids[self.comm.rank] == self.process
 
     def _install(self, outcome: _Outcome) -> None:
         self.assignment = outcome.assignment
@@ -404,9 +426,6 @@ class World:
 
     def within_replica(self, slots: tuple[int, ...]) -> bool:
         return len({self.topology.replica_of(slot) for slot in slots}) == 1
-
-    def _derive_active(self, comm: MPI.Comm) -> None:
-        self.active = _split_active(comm, self.assignment, self.process)
 
 
 @dataclass
@@ -475,14 +494,6 @@ def _cannot_relabel(old: int, new: int) -> None:
 
 def _cannot_host(slot: int, links: Any, reports: Any) -> dict[GroupKey, Group]:
     raise AssertionError(f"slot {slot} is adopted, and nobody can make its groups")
-
-
-def join(bridge: MPI.Intracomm) -> MPI.Intracomm:
-    """A spawned process's side of ``World.admit``; returns the world's communicator."""
-    inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
-    merged = settled(inter.Merge(True))
-    inter.Free()
-    return merged
 
 
 def settled(merged: MPI.Intracomm) -> MPI.Intracomm:

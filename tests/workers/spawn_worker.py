@@ -9,7 +9,8 @@ import time
 from mpi4py import MPI
 
 from megatron_ft.rejoin import attempt
-from megatron_ft.rejoin.spawn import Spawner, parent, wait_for_boot
+from megatron_ft.rejoin.spawn import Order, Spawner, parent, wait_for_boot, wait_for_order
+from megatron_ft.topology import Topology
 
 DIES = [sys.executable, "-c", "import os, time; time.sleep(1); os.kill(os.getpid(), 9)"]
 
@@ -17,6 +18,7 @@ DIES = [sys.executable, "-c", "import os, time; time.sleep(1); os.kill(os.getpid
 def child() -> None:
     bridge = parent()
     assert bridge is not None
+    print("ordered to build for", wait_for_order(bridge, 30.0).slot, flush=True)
     print("booted with", wait_for_boot(bridge, 30.0), flush=True)
     os._exit(0)
 
@@ -34,7 +36,15 @@ def main() -> None:
         original(self, *args, program=next(program, None))  # type: ignore[arg-type]
 
     attempt.Attempt.__init__ = init  # type: ignore[method-assign]
-    spawner = Spawner(limit=10)
+    order = Order(
+        process=1,
+        slot=3,
+        topology=Topology(tensor=1, pipeline=2, data=2),
+        iteration=5,
+        run_dir="",
+        watch=None,
+    )
+    spawner = Spawner(10, lambda: order)
     end = time.monotonic() + (60 if look else 10)
     while not spawner.ready() and time.monotonic() < end:
         spawner.want(1)

@@ -1,0 +1,70 @@
+"""A process that was started by another one: it prepares itself alone, then enters the world."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from megatron_ft.rejoin import priority, spawn
+
+if TYPE_CHECKING:
+    from megatron_ft.rejoin.membership import Membership
+    from megatron_ft.session import Session
+
+IMPORT_PATIENCE_S = BOOT_PATIENCE_S = 600.0
+
+
+class Newcomer:
+    """This process, from its start until it is one of the world.
+
+    Args:
+        bridge: Connects it with the process that started it.
+        order: What that one told it to prepare.
+    """
+
+    def __init__(self, bridge: MPI.Intracomm, order: spawn.Order) -> None:
+        self.bridge = bridge
+        self.order = order
+
+    @classmethod
+    def arrive(cls, bridge: MPI.Intracomm) -> Newcomer:
+        """Say that this process has imported, and learn what it is for; or leave."""
+        try:
+            return cls(bridge, spawn.wait_for_order(bridge, IMPORT_PATIENCE_S))
+        except spawn.NotWanted as why:
+            _leave(why)
+
+    def look_back(self) -> None:
+        """Leave if there is nobody any more for whom to prepare."""
+        try:
+            spawn.parent_lives(self.bridge)
+        except spawn.NotWanted as why:
+            _leave(why)
+
+    def enter(self, session: Session) -> None:
+        """Wait until the others take this process in, and take part in the repair that does it."""
+        membership, world = session.membership, session.world
+        assert world is not None
+        priority.restore()
+        try:
+            boot = spawn.wait_for_boot(self.bridge, BOOT_PATIENCE_S)
+        except spawn.NotWanted as why:
+            _leave(why)
+        world.join(self.bridge, boot["ids"], boot["assignment"])
+        self.bridge.Free()
+        membership.history = boot["history"]
+        membership.desired, membership.full = boot["desired"], boot["full"]
+        session.barred_said = set(membership.history.barred)
+        _first_repair(membership)
+
+
+def _first_repair(membership: Membership) -> None:
+    membership.taken_in, membership.newcomer = True, None
+    membership.take_part({"boundary": True})
+
+
+def _leave(why: Exception) -> None:
+    print(f"megatron_ft: a process that was started leaves: {why}", flush=True)
+    os._exit(0)
