@@ -37,10 +37,10 @@ def lines(*arguments: str) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the privilege to raise a priority")
 def test_it_steps_back_and_returns() -> None:
-    from megatron_ft.rejoin.priority import LOW
+    from megatron_ft.rejoin.priority import STEP
 
     low, normal = lines()
-    assert low == f"[{max(LOW, BEFORE)}]" and normal == f"[{BEFORE}]"
+    assert low == f"[{BEFORE + STEP}]" and normal == f"[{BEFORE}]"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -50,6 +50,7 @@ FIELDS: dict[str, str] = {
     # where and who
     "slot": "int?",
     "slots": "ints",
+    "joined": "ints",
     "stage": "int?",
     "stages": "ints",
     "replica": "int?",
@@ -71,6 +72,8 @@ FIELDS: dict[str, str] = {
     # times measured, in seconds, and bytes
     "detect_s": "number",
     "repair_s": "number",
+    "waited_s": "number",
+    "join_s": "number",
     "restore_s": "number",
     "recompute_s": "number",
     "transfer_s": "number",
@@ -138,6 +141,7 @@ KINDS: dict[str, Kind] = {
         (
             *("num_replicas", "quotas", "recomputed_microbatches", "detect_s", "restore_s"),
             *("recompute_s", "transfer_s", "transfer_bytes", "downtime_s"),
+            *("waited_s", "joined", "join_s"),
         ),
     ),
     "slot_filled": Kind(

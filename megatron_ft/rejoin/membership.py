@@ -90,6 +90,8 @@ class Membership:
         """Pool process -> the slot that the last repair asked it to build for."""
         self._next_slot: int | None = None
         """For which slot a process that is started now should build."""
+        self._reserved = -1
+        """The last id that was given to a process before it was taken in."""
         self._meanwhile: Meanwhile | None = None
 
     # -- what the others are told ----------------------------------------------------------------
@@ -293,13 +295,18 @@ class Membership:
         """What a process that was started for this one prepares; called from a thread."""
         session = self.session
         return Order(
-            process=self.world.next_process,
+            process=self._reserve(),
             slot=self._next_slot,
             topology=self.world.topology,
             iteration=session.iteration,
             run_dir=str(session.observer.run_dir.path),
             watch=session.watch.shared() if session.watch is not None else None,
         )
+
+    def _reserve(self) -> int:
+        """An id that no other process that this one starts gets, whatever becomes of the first."""
+        self._reserved = max(self._reserved + 1, self.world.next_process)
+        return self._reserved
 
     def _waiting_newcomer(self) -> int | None:
         """The id of a process that this one has started and that can be taken in now."""

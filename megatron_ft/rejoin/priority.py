@@ -13,8 +13,8 @@ import os
 import threading
 from pathlib import Path
 
-LOW = 5
-"""Niceness while preparing: about a third of the share of a process that trains."""
+STEP = 5
+"""So much nicer than those who train: about a third of the share that one of them has."""
 
 _normal: int | None = None
 
@@ -24,7 +24,7 @@ def lower() -> None:
     global _normal
     if _normal is None and _can_go_back():
         _normal = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, 0, max(LOW, _normal))
+        os.setpriority(os.PRIO_PROCESS, 0, _normal + STEP)
 
 
 def restore() -> None:

@@ -67,6 +67,10 @@ class Repaired:
     """From the call to the new epoch, on this process."""
     refilled: bool = False
     """Whether slots were filled in this repair or in one that it began again."""
+    waited: float = 0.0
+    """How much of that this process waited until all were there."""
+    joined: Mapping[int, float] = field(default_factory=dict)
+    """Processes taken in right before, and the seconds that it took."""
     adopted: frozenset[int] = frozenset()
     """Replicas in which a neighbour adopted slots, in this repair or in one that it began again."""
 
@@ -129,6 +133,10 @@ class World:
         self.known_keys: tuple[GroupKey, ...] = ()
         """The groups of all who serve slots, as of the last repair."""
         self.boundary_asked = False
+        self._joined: dict[int, float] = {}
+        """Processes taken in since the last repair, and the seconds that it took."""
+        self._whole_at = 0.0
+        """When all had the communicator that the last one was taken into."""
         self.alone: Assignment | None = None
         """While this process builds for a slot by itself: that slot is all that is served."""
         # The watch thread revokes communicators while the main thread may be replacing them.
@@ -264,15 +272,19 @@ class World:
             for group in self._all_groups():
                 group.drain()
         if called:
+            time.sleep(max(0.0, self._whole_at + _SETTLE_S - time.monotonic()))
             revoke(self.comm)
+        waited = 0.0
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
             adopted = None
             if self.adopted_slot is not None:
                 adopted = (self.adopted_slot, tuple(self.adopted_groups))
             report = Report(self.process, groups, self.label, facts, adopted)
+            waited -= time.monotonic()
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
+            waited += time.monotonic()
             outcome, ok = None, True
             try:
                 outcome = self.plan_and_derive(new, before, known, report)
@@ -291,6 +303,7 @@ class World:
         assert outcome is not None
         self._install(outcome)
         self.boundary_asked = False
+        joined, self._joined = self._joined, {}
         return Repaired(
             epoch=self.epoch,
             dead=outcome.dead,
@@ -298,6 +311,8 @@ class World:
             plan=outcome.plan,
             reports=outcome.reports,
             seconds=time.monotonic() - started,
+            waited=waited,
+            joined=joined,
         )
 
     def plan_and_derive(
@@ -357,13 +372,13 @@ class World:
             newcomer: The id of the new process.
         """
         assert newcomer >= self.next_process
+        started = time.monotonic()
         peer = bridge if bridge is not None else MPI.COMM_SELF
         with self.watch.waiting():
             inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
-            merged = settled(inter.Merge(False))
+            self._replace_by(_had_by_all(inter.Merge(False)))
             inter.Free()
-        old, self.comm = self.comm, merged
-        free(old)
+        self._joined[newcomer] = time.monotonic() - started
         self.next_process = newcomer + 1
         self.ids = [*self.ids, newcomer]
         self.assignment = self.assignment.joined([newcomer])
@@ -376,15 +391,20 @@ class World:
             ids: Process id of each rank of the world that takes it in.
             assignment: Who serves the slots there.
         """
+        started = time.monotonic()
         inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
-        merged = settled(inter.Merge(True))
+        self._replace_by(_had_by_all(inter.Merge(True)))
         inter.Free()
-        old, self.comm = self.comm, merged
-        free(old)
+        self._joined[self.process] = time.monotonic() - started
         self.next_process = self.process + 1
         self.ids = [*ids, self.process]
         self.assignment = assignment.joined([self.process])
         assert self.ids[self.comm.rank] == self.process
+
+    def _replace_by(self, merged: MPI.Intracomm) -> None:
+        old, self.comm = self.comm, merged
+        free(old)
+        self._whole_at = time.monotonic()
 
     def _install(self, outcome: _Outcome) -> None:
         self.assignment = outcome.assignment
@@ -496,15 +516,15 @@ def _cannot_host(slot: int, links: Any, reports: Any) -> dict[GroupKey, Group]:
     raise AssertionError(f"slot {slot} is adopted, and nobody can make its groups")
 
 
-def settled(merged: MPI.Intracomm) -> MPI.Intracomm:
+def _had_by_all(merged: MPI.Intracomm) -> MPI.Intracomm:
     """Wait until all have the communicator: a revocation that overtakes its making is fatal.
 
-    Open MPI 5.0.11 follows a null pointer then, in ompi_comm_revoke_local.
+    Open MPI 5.0.11 follows a null pointer then, in ompi_comm_revoke_local. For the same reason
+    nobody revokes it himself within ``_SETTLE_S``.
     """
     quiet(merged)
     merged.Agree(1)
     merged.Barrier()
-    time.sleep(_SETTLE_S)
     return merged
 
 
