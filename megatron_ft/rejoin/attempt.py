@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 from mpi4py import MPI
 
+from megatron_ft.world.comms import quiet
 from megatron_ft.world.mpirun import GUARD
-from megatron_ft.world.world import quiet
 
 logger = logging.getLogger("megatron_ft.rejoin")
 

@@ -42,6 +42,22 @@ class Released(Exception):
     """The job is over; a process of the pool may go."""
 
 
+def moves_of(plan: RecoveryPlan) -> list[Fill | Rebuild | Adopt]:
+    """The actions of a plan by which state goes to another process."""
+    return [a for a in plan.actions if isinstance(a, Fill | Rebuild | Adopt)]
+
+
+def coming_in(plan: RecoveryPlan | None, reports: Mapping[int, Report]) -> tuple[int, int] | None:
+    """Who has started a process that is taken in after this repair, and that one's id, or None.
+
+    Whom the pool can serve without it goes first.
+    """
+    if plan is None or plan.stop is not None or moves_of(plan):
+        return None
+    told = {p: r.facts["spawned"] for p, r in sorted(reports.items())}
+    return next(((p, newcomer) for p, newcomer in told.items() if newcomer is not None), None)
+
+
 class Membership:
     """What this process has built and holds, and its part in repairs."""
 
@@ -69,6 +85,8 @@ class Membership:
         self.ready: dict[int, Built] = {}
         """Pool processes that can take a slot, as far as this process knows."""
         options = session.early.options
+        if self.world is not None:
+            self.world.provisional = lambda plan, reports: coming_in(plan, reports) is not None
         self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit, self._order)
@@ -165,13 +183,11 @@ class Membership:
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:
                 return repaired
-            moves = [a for a in repaired.plan.actions if isinstance(a, Fill | Rebuild | Adopt)]
+            moves = moves_of(repaired.plan)
             fills = [a for a in moves if not isinstance(a, Adopt)]
-            told_of = {p: r.facts["spawned"] for p, r in sorted(repaired.reports.items())}
-            leaders = [p for p, newcomer in told_of.items() if newcomer is not None]
-            if leaders and not moves:
+            if (coming := coming_in(repaired.plan, repaired.reports)) is not None:
                 # One at a time: the first newcomer takes part in taking in the second.
-                self._admit(leaders[0], told_of[leaders[0]])
+                self._admit(*coming)
                 called = False
                 facts = {**facts, "boundary": True}
                 continue

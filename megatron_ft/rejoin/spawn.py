@@ -19,8 +19,8 @@ from mpi4py import MPI
 
 from megatron_ft.rejoin.attempt import HERE_TAG, ORDER_TAG, READY_TAG, Attempt
 from megatron_ft.topology import Topology
+from megatron_ft.world.comms import quiet
 from megatron_ft.world.errors import is_failure
-from megatron_ft.world.world import quiet
 
 logger = logging.getLogger("megatron_ft.rejoin")
 

@@ -21,10 +21,11 @@ from mpi4py import MPI
 from torch.distributed import distributed_c10d
 
 from megatron_ft.world import registry
-from megatron_ft.world.derive import GroupKey, rounds
+from megatron_ft.world.comms import free, split_groups
+from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import guard
 from megatron_ft.world.link import Link
-from megatron_ft.world.world import World, free, quiet
+from megatron_ft.world.world import World
 
 NO_COMMS: Mapping[GroupKey, MPI.Intracomm | None] = {}
 
@@ -68,14 +69,10 @@ def _comms_without(world: World, replicas: frozenset[int]) -> dict[GroupKey, MPI
         if world.within_replica(key.slots):
             del comms[key]
     assert world.active is not None
+    made: dict[GroupKey, MPI.Intracomm] = {}
     with guard("split", "world"):
-        for batch in rounds(across, process_of):
-            part = batch.color(mine) if mine else None
-            color, key = part if part is not None else (MPI.UNDEFINED, None)
-            order = key.slots.index(mine[0]) if key is not None else 0
-            comm = world.active.Split(color, order)
-            if key is not None:
-                comms[key] = quiet(comm)
+        split_groups(world.active, across, process_of, mine, made)
+    comms.update(made)
     return comms
 
 

@@ -2,7 +2,8 @@
 
 After a failure every communicator is derived by Split over the repaired world (Create_group may
 hang there). A Split is collective over the world and cuts it into disjoint parts, so groups with no
-process in common share one: a round.
+process in common share one: a round. Megatron makes many groups of the same slots; those are copies
+of one communicator (Dup), for which only its members need each other.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class Round:
-    """One Split: the groups it makes, no process in two of them."""
+    """One Split: the sets of slots it makes a communicator for, no process in two of them."""
 
-    groups: tuple[GroupKey, ...]
+    parts: tuple[tuple[int, ...], ...]
 
-    def color(self, slots: Iterable[int]) -> tuple[int, GroupKey] | None:
+    def color(self, slots: Iterable[int]) -> int | None:
         """Which part a process that serves ``slots`` belongs to; None if to no part."""
         mine = set(slots)
-        for color, group in enumerate(self.groups):
-            if mine & set(group.slots):
-                return color, group
+        for color, part in enumerate(self.parts):
+            if mine & set(part):
+                return color
         return None
 
 
 def rounds(groups: Iterable[GroupKey], process_of: Sequence[int | None]) -> list[Round]:
-    """Pack the groups that need a communicator into as few rounds as their order allows.
+    """Pack the slots of the groups that need a communicator into few rounds.
 
     Args:
         groups: Every group of every process, duplicates allowed.
@@ -46,16 +47,16 @@ def rounds(groups: Iterable[GroupKey], process_of: Sequence[int | None]) -> list
         Rounds in the order in which every process must take part. A group served by fewer than
         two processes needs no communicator and is in no round.
     """
-    packed: list[tuple[list[GroupKey], set[int]]] = []
-    for group in sorted(set(groups)):
-        processes = {p for slot in group.slots if (p := process_of[slot]) is not None}
+    packed: list[tuple[list[tuple[int, ...]], set[int]]] = []
+    for slots in dict.fromkeys(group.slots for group in sorted(set(groups))):
+        processes = {p for slot in slots if (p := process_of[slot]) is not None}
         if len(processes) < 2:
             continue
-        for members, taken in packed:
+        for parts, taken in packed:
             if not processes & taken:
-                members.append(group)
+                parts.append(slots)
                 taken |= processes
                 break
         else:
-            packed.append(([group], set(processes)))
-    return [Round(tuple(members)) for members, _ in packed]
+            packed.append(([slots], set(processes)))
+    return [Round(tuple(parts)) for parts, _ in packed]

@@ -18,12 +18,13 @@ import torch
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Work
 
+from megatron_ft.world.comms import quiet
 from megatron_ft.world.errors import WorldBroken, guard
 from megatron_ft.world.link import Link
 from megatron_ft.world.policy import Body, PlainPolicy, _tag
 from megatron_ft.world.watch import Watch
 from megatron_ft.world.work import DoneWork
-from megatron_ft.world.world import World, quiet
+from megatron_ft.world.world import World
 
 if TYPE_CHECKING:
     from megatron_ft.world.group import UlfmProcessGroup

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
-from megatron_ft.world.derive import GroupKey, rounds
+from megatron_ft.world.comms import free, quiet, revoke, split_groups
+from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.link import Link
 from megatron_ft.world.watch import NO_WATCH, NoWatch
@@ -126,6 +127,8 @@ class World:
         """The slot that this process serves beside its own."""
         self.adopted_groups: dict[GroupKey, Group] = {}
         """The groups of that slot. Those in which its own is too share their link."""
+        self.provisional: Callable[[Any, Mapping[int, Report]], bool] = lambda plan, reports: False
+        """Whether another repair follows at once, so that this one makes no communicators."""
         self.host: Host = _cannot_host
         """Makes the groups of an adopted slot."""
         self.unhost: Callable[[Iterable[Group]], None] = lambda groups: None
@@ -323,14 +326,29 @@ class World:
         dead = frozenset(known - set(reports))
         plan = self.planner(before, dead, reports)
         assignment = plan.assignment if plan is not None else _without(before, dead)
+        outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)))
+        if self.provisional(plan, reports):
+            return outcome
+        outcome.derived = True
         mine = assignment.slots_of(self.process)
         if mine and self.label is not None and mine[0] != self.label:
             self.relabel(self.label, mine[0])
             self.label = mine[0]
+        try:
+            self._derive(new, outcome, mine)
+        except MPI.Exception:
+            # Whoever waits for this process in one of them must not wait for ever.
+            for comm in outcome.comms():
+                revoke(comm)
+            outcome.discard()
+            raise
+        return outcome
+
+    def _derive(self, new: MPI.Comm, outcome: _Outcome, mine: tuple[int, ...]) -> None:
+        """Make the communicators of this process's groups."""
+        assignment, reports, links = outcome.assignment, outcome.reports, outcome.links
         with self.watch.waiting():
-            active = _split_active(new, assignment, self.process)
-        outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)), active, {})
-        links = outcome.links
+            outcome.active = _split_active(new, assignment, self.process)
         ours = set(self.groups) if mine else set()
         if len(mine) == 2:
             outcome.adopted = (mine[1], keys_of_slot(self.topology, mine[1], reports))
@@ -346,19 +364,15 @@ class World:
             for slot in slots[1:]:
                 every += keys_of_slot(self.topology, slot, reports)
         outcome.keys = tuple(sorted(set(every)))
-        for batch in rounds(every, assignment.process_of):
-            part = batch.color(mine)
-            color, key = part if part is not None else (MPI.UNDEFINED, None)
-            order = _order(key.slots, assignment, self.process) if key is not None else 0
-            with self.watch.waiting():
-                comm = new.Split(color, order)
-                if key is None:
-                    continue
-                quiet(comm)
-                assert key in ours, f"process {self.process}, slots {mine}: no group {key}"
-                p2p = quiet(comm.Dup()) if self.within_replica(key.slots) else None
+        with self.watch.waiting():
+            split_groups(new, outcome.keys, assignment.process_of, mine, outcome.made)
+        for key, comm in outcome.made.items():
+            assert key in ours, f"process {self.process}, slots {mine}: no group {key}"
+            p2p = None
+            if self.within_replica(key.slots):
+                with self.watch.waiting():
+                    p2p = quiet(comm.Dup())
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
-        return outcome
 
     def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> None:
         """Take a process that ``leader`` has spawned into the world, as one of the pool.
@@ -408,6 +422,8 @@ class World:
 
     def _install(self, outcome: _Outcome) -> None:
         self.assignment = outcome.assignment
+        if not outcome.derived:
+            return
         with self._links:
             old: list[MPI.Comm | None] = [self.active]
             # Groups of both slots of a process share their link.
@@ -456,18 +472,25 @@ class _Outcome:
     assignment: Assignment
     reports: Mapping[int, Report]
     dead: tuple[int, ...]
-    active: MPI.Comm | None
-    links: dict[GroupKey, Link]
+    derived: bool = False
+    """Whether the groups have communicators in it; else another repair follows that makes them."""
+    active: MPI.Comm | None = None
+    made: dict[GroupKey, MPI.Intracomm] = field(default_factory=dict)
+    """Communicators of this process's groups, a link for each unless a failure came between."""
+    links: dict[GroupKey, Link] = field(default_factory=dict)
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
     """The slot that this process serves beside its own, and the groups of that one."""
     keys: tuple[GroupKey, ...] = ()
     """The groups of all."""
 
+    def comms(self) -> list[MPI.Comm]:
+        """All communicators that it made."""
+        p2p = (link.p2p for link in self.links.values())
+        return [comm for comm in (self.active, *self.made.values(), *p2p) if comm is not None]
+
     def discard(self) -> None:
-        free(self.active)
-        for link in self.links.values():
-            free(link.comm)
-            free(link.p2p)
+        for comm in self.comms():
+            free(comm)
 
 
 def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.Comm | None:
@@ -528,10 +551,6 @@ def _had_by_all(merged: MPI.Intracomm) -> MPI.Intracomm:
     return merged
 
 
-def _order(slots: tuple[int, ...], assignment: Assignment, process: int) -> int:
-    return min(i for i, slot in enumerate(slots) if assignment.process_of[slot] == process)
-
-
 def _agree(comm: MPI.Comm, ok: bool) -> bool:
     try:
         return comm.Agree(1 if ok else 0) == 1
@@ -539,26 +558,3 @@ def _agree(comm: MPI.Comm, ok: bool) -> bool:
         if not is_failure(error):
             raise
         return False
-
-
-def quiet(comm: MPI.Comm) -> MPI.Comm:
-    """Make ``comm`` return errors instead of ending the job; returns it."""
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    return comm
-
-
-def revoke(comm: MPI.Comm) -> None:
-    """Free everyone who waits in ``comm``; once is enough and twice does no harm."""
-    if not comm.Is_revoked():
-        comm.Revoke()
-
-
-def free(comm: MPI.Comm | None) -> None:
-    """Release a communicator that a repair has replaced, revoked or not."""
-    if comm is None or comm == MPI.COMM_NULL:
-        return
-    try:
-        comm.Free()
-    except MPI.Exception as error:
-        if not is_failure(error):
-            raise

@@ -1,0 +1,73 @@
+"""Communicators: their error handling, how they end, and how those of all groups are made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mpi4py import MPI
+
+from megatron_ft.world.derive import GroupKey, rounds
+from megatron_ft.world.errors import is_failure
+
+
+def quiet(comm: MPI.Comm) -> MPI.Comm:
+    """Make ``comm`` return errors instead of ending the job; returns it."""
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
+
+
+def revoke(comm: MPI.Comm) -> None:
+    """Free everyone who waits in ``comm``; once is enough and twice does no harm."""
+    if not comm.Is_revoked():
+        comm.Revoke()
+
+
+def free(comm: MPI.Comm | None) -> None:
+    """Release a communicator that a repair has replaced, revoked or not."""
+    if comm is None or comm == MPI.COMM_NULL:
+        return
+    try:
+        comm.Free()
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+
+
+def split_groups(
+    comm: MPI.Comm,
+    keys: Collection[GroupKey],
+    process_of: Sequence[int | None],
+    mine: Collection[int],
+    made: dict[GroupKey, MPI.Intracomm],
+) -> None:
+    """Make a communicator for each group that needs one.
+
+    Collective over ``comm``.
+
+    Args:
+        comm: Holds all processes that serve slots.
+        keys: The groups of all processes, the same everywhere.
+        process_of: The process that serves each slot, None where it is vacant.
+        mine: The slots of this process. It is placed by the first of them in a group's order.
+        made: Filled with the communicators of this process's groups; what there is of them when a
+            failure ends this.
+    """
+    try:
+        for batch in rounds(keys, process_of):
+            color = batch.color(mine)
+            if color is None:
+                comm.Split(MPI.UNDEFINED, 0)
+                continue
+            slots = batch.parts[color]
+            order = min(slots.index(slot) for slot in mine if slot in slots)
+            first = None
+            for key in sorted(set(keys)):
+                if key.slots == slots:
+                    copy = first.Dup() if first is not None else comm.Split(color, order)
+                    made[key] = quiet(copy)
+                    first = first or made[key]
+    except MPI.Exception:
+        # Whoever waits for this process in one of them must not wait for ever.
+        for one in made.values():
+            revoke(one)
+        raise
