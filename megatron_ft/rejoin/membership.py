@@ -368,6 +368,7 @@ class Membership:
             return True  # after a few of them the slot stays vacant, as all must know
         if self.starts_processes:
             self.start_missing()  # also what could not be started before
+            self.spawner.go_on()
         if self.session.control.orders.pending:
             return True
         if self.world.known_dead():

@@ -84,7 +84,7 @@ class Spawner:
         return self.started >= self.limit and not self.pending
 
     def want(self, count: int) -> None:
-        """See to it that ``count`` processes are on their way."""
+        """From the next ``go_on``, ``count`` processes are to be on their way."""
         room = self.limit - self.started
         missing = min(count - self.pending, room)
         if count > self.pending and room <= 0 and not self._said:
@@ -92,7 +92,6 @@ class Spawner:
             logger.warning("--ft-respawn-limit of %d is reached: no more processes", self.limit)
         if missing > 0:
             self._wanted += missing
-        self._go_on()
 
     def cancel(self) -> None:
         """Start no more; what is on its way stays."""
@@ -143,7 +142,6 @@ class Spawner:
         self.bridge.Free()
         self.bridge = self.order = None
         self._backoff = 0.0
-        self._go_on()
 
     def _forget(self, *, failed: bool) -> None:
         if failed and self.order is not None and self.order.slot is not None:
@@ -152,7 +150,8 @@ class Spawner:
         if failed:
             self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """Start the next process that is wanted; not in a repair, which it would slow down."""
         if self._wanted and self.bridge is None and not self._busy:
             self.started += 1
             self._attempt = Attempt(self._backoff, self._give_order, self._ended)

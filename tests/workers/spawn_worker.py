@@ -48,6 +48,7 @@ def main() -> None:
     end = time.monotonic() + (60 if look else 10)
     while not spawner.ready() and time.monotonic() < end:
         spawner.want(1)
+        spawner.go_on()
         time.sleep(0.1)
     print("started", spawner.started, "ready", spawner.bridge is not None, flush=True)
     if spawner.bridge is not None:
