@@ -129,7 +129,7 @@ def plan(now: Situation) -> RecoveryPlan | None:
             unable=unable,
         )
     else:
-        settled = rules.settle(topology, now.before, now.dead, receiving, gone)
+        settled = rules.release_broken(topology, now.before, now.dead, receiving, gone)
     ends = now.left | rules.processes_of(topology, now.before, gone)
     ready = ready_of(living, set(settled.assignment.pool) - ends)
     result = settled

@@ -238,6 +238,21 @@ STEP: tuple[Reliance, ...] = (
         "state_dict load_state_dict",
     ),
     *_reads(
+        "megatron.core.transformer.transformer_config:TransformerConfig.",
+        "the schedule's timers",
+        "timers",
+    ),
+    *_reads(
+        "megatron.core.timers:Timers.",
+        "which timers a broken attempt started",
+        "_timers",
+    ),
+    *_reads(
+        "megatron.core.timers:Timer.",
+        "a timer of a broken attempt goes on no more",
+        "_started",
+    ),
+    *_reads(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:",
         "what a broken save left for the metadata of the next",
         "_results_queue",

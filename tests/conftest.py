@@ -1,11 +1,14 @@
-"""What every test needs: the environment as it was."""
+"""What every test needs, the environment as it was, and what several need."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from megatron_ft.observe.rundir import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +19,8 @@ def _environment_comes_back() -> Iterator[None]:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")

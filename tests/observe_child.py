@@ -1,4 +1,4 @@
-"""Processes that test_observe.py starts, watches and kills; each prints what it has done.
+"""Processes that the tests of events and files start, watch and kill; each prints what it did.
 
 Usage: observe_child.py ACTION RUN_DIR [ARGUMENT...]
 """

@@ -24,11 +24,12 @@ def rebuilds() -> None:
     import torch
 
     from megatron_ft.checkfree import live
+    from megatron_ft.recover import attempt
     from megatron_ft.session import current
     from megatron_ft.transaction import StepTransaction
 
     directory = Path(os.environ["RECOVER_CENSUS"])
-    send, make, rehearse = live.send_stage, live.rebuild, StepTransaction._rehearse
+    send, make, rehearse = live.send_stage, live.rebuild, attempt.rehearse
     norm = [0.0, 0.0]  # of the attempt under way, of the last committed step
 
     def dump(what: str, session: Any) -> None:
@@ -54,9 +55,10 @@ def rebuilds() -> None:
         dump("rebuilt", session)
         return result
 
-    def rehearsed(self: StepTransaction) -> None:
-        rehearse(self)
-        buckets = [b for group in self.snapshots.bucket_groups for b in group.buckets]
+    def rehearsed(transaction: StepTransaction) -> None:
+        rehearse(transaction)
+        assert transaction.snapshots is not None
+        buckets = [b for group in transaction.snapshots.bucket_groups for b in group.buckets]
         held = {id(p): p for bucket in buckets for p in bucket.params_list}
         names = current().model[0].named_parameters()
         grads = [p.main_grad for name, p in names if "decoder.layers" in name and id(p) in held]
@@ -71,8 +73,8 @@ def rebuilds() -> None:
             norm[1] = norm[0]
         return agreed
 
-    live.send_stage, live.rebuild = send_stage, rebuild
-    StepTransaction._rehearse, StepTransaction.vote = rehearsed, vote  # type: ignore[method-assign]
+    live.send_stage, live.rebuild, attempt.rehearse = send_stage, rebuild, rehearsed
+    StepTransaction.vote = vote  # type: ignore[method-assign]
 
 
 def mecefo() -> None:
@@ -152,19 +154,20 @@ def stray() -> None:
     """Slot 1 once waits in a barrier of all, in the middle of step 3, where nobody meets it."""
     import torch.distributed as dist
 
-    from megatron_ft.transaction import StepTransaction
+    from megatron_ft.recover.attempt import Attempt
 
-    original = StepTransaction._before
+    original = Attempt.before_microbatch
     strayed = []
 
     @functools.wraps(original)
-    def before(self: StepTransaction, microbatch: int, *stage: int | None) -> None:
-        original(self, microbatch, *stage)
-        if self.iteration == 3 and self.world.slots == (1,) and not strayed:
+    def before(self: Attempt, microbatch: int, stage: int | None) -> None:
+        original(self, microbatch, stage)
+        step = self.transaction
+        if step.iteration == 3 and step.world.slots == (1,) and not strayed:
             strayed.append(microbatch)
             dist.barrier()
 
-    StepTransaction._before = before  # type: ignore[method-assign]
+    Attempt.before_microbatch = before  # type: ignore[method-assign]
 
 
 def full_disk() -> None:
@@ -192,9 +195,9 @@ def no_forget() -> None:
 
 def no_scaler() -> None:
     """What a broken attempt did to the loss scale stays."""
-    from megatron_ft.transaction import StepTransaction
+    from megatron_ft.recover.rehearsal import LossScalers
 
-    StepTransaction._restore_scalers = lambda self: None  # type: ignore[method-assign]
+    LossScalers.restore = lambda self: None  # type: ignore[method-assign]
 
 
 def no_waits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from harness import Run, assert_faults_fired, assert_same_training, launch, rela
 from test_mecefo_live import PIPELINE as PP2
 from test_mecefo_live import reference as fault_free
 from test_recover_checkpoint import assert_holds_the_same, saving, tracker
+from weights import assert_equal_replicas, digests
 
 EXACT = (*("--ft-mecefo-no-skip-attention", "--ft-mecefo-no-recompute", "--ft-mecefo-no-low-rank"),)
 """Both stages keep their exact backward passes, so that training is the fault-free one."""
@@ -24,24 +24,6 @@ def run_with(*faults: str, directory: Path, flags: tuple[str, ...] = (), **sizes
         env={"RECOVER_TEST": "weights", "RECOVER_CENSUS": str(directory)},
         **sizes,
     )
-
-
-def digests(directory: Path, iters: int) -> dict[int, str]:
-    """Slot -> digest of the weights and optimizer state that its process holds at the end."""
-    found = {}
-    for path in directory.glob("weights-*.json"):
-        held = json.loads(path.read_text())
-        assert held["committed"] == iters, (path, held)
-        found[int(path.stem.partition("-")[2])] = held["digest"]
-    return found
-
-
-def assert_equal_replicas(held: dict[int, str], pp: int, dp: int) -> None:
-    """All slots are there, and replicas of a stage hold the same bytes; numbered by stage first."""
-    assert sorted(held) == list(range(pp * dp))
-    for stage in range(pp):
-        assert len({held[stage * dp + replica] for replica in range(dp)}) == 1, f"stage {stage}"
-    assert len(set(held.values())) == pp
 
 
 @pytest.fixture(scope="module")

@@ -190,9 +190,9 @@ def test_without_adoption_it_is_the_rule_that_ran_before(
     leaving = data.draw(st.sets(st.sampled_from(range(topology.data)), max_size=1))
     mine = settle(topology, before, dead, held(topology, before), unfit, leaving, anew=False)
     if topology.tensor == 1 or not (dead | unfit):
-        assert mine == refill.settle(topology, before, dead, unfit, leaving)
+        assert mine == refill.release_broken(topology, before, dead, unfit, leaving)
     else:
-        theirs = refill.settle(topology, before, dead, unfit, leaving)
+        theirs = refill.release_broken(topology, before, dead, unfit, leaving)
         assert mine.assignment == theirs.assignment
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron_ft.control.orders import Order, Orders, check_drain, status
 from megatron_ft.control.protocol import SOCKET, ControlError, ask
 from megatron_ft.control.server import ControlServer
-from megatron_ft.rejoin.refill import drainable, processes_of, settle
+from megatron_ft.rejoin.refill import drainable, processes_of, release_broken
 from megatron_ft.topology import Topology, initial_assignment
 
 TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3, "iters": 60}
@@ -172,9 +172,9 @@ def test_a_drain_always_leaves_a_whole_replica(data: st.DataObject) -> None:
     before = initial_assignment(topology, range(topology.num_slots + 2))
     dead = frozenset(data.draw(st.sets(st.integers(0, topology.num_slots - 1))))
     asked = data.draw(st.sets(st.integers(0, topology.data - 1)))
-    whole = set(settle(topology, before, dead).assignment.whole_replicas(topology))
+    whole = set(release_broken(topology, before, dead).assignment.whole_replicas(topology))
     gone = drainable(topology, before, dead, asked)
-    plan = settle(topology, before, dead, leaving=gone)
+    plan = release_broken(topology, before, dead, leaving=gone)
     left = set(plan.assignment.whole_replicas(topology))
     assert left == whole - set(gone)
     assert set(gone) <= asked & whole
@@ -192,7 +192,7 @@ def test_what_may_not_leave() -> None:
     check_drain(topology, whole, 1)
     with pytest.raises(ControlError, match="0 to 1"):
         check_drain(topology, whole, 2)
-    lost = settle(topology, whole, frozenset({3})).assignment
+    lost = release_broken(topology, whole, frozenset({3})).assignment
     with pytest.raises(ControlError, match="dark already"):
         check_drain(topology, lost, 1)
     with pytest.raises(ControlError, match="the last one"):

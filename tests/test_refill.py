@@ -15,7 +15,7 @@ from megatron_ft.rejoin.refill import (
     filled,
     obtainable,
     refill,
-    settle,
+    release_broken,
     targets,
 )
 from megatron_ft.topology import Assignment, Shard, Topology, initial_assignment
@@ -35,7 +35,7 @@ def held(topology: Topology, assignment: Assignment) -> dict[int, frozenset[Shar
 def test_a_spare_and_the_leftover_bring_a_replica_back() -> None:
     topology = Topology(tensor=1, pipeline=2, data=2)
     before = initial_assignment(topology, range(5))  # process 4 is the spare
-    dark = settle(topology, before, frozenset({0}))
+    dark = release_broken(topology, before, frozenset({0}))
     assert dark.assignment.process_of == (None, 1, None, 3)
     assert dark.assignment.pool == (2, 4)
     assert targets(topology, dark.assignment, {2: Built(Shard(0, 1), 2)}, {}, [4]) == {4: 0}
@@ -53,7 +53,7 @@ def test_a_spare_and_the_leftover_bring_a_replica_back() -> None:
 def test_leftovers_of_two_replicas_make_a_whole_one() -> None:
     topology = Topology(tensor=1, pipeline=2, data=3)
     before = initial_assignment(topology, range(6))
-    dark = settle(topology, before, frozenset({0, 4}))  # stage 0 of replica 0, stage 1 of 1
+    dark = release_broken(topology, before, frozenset({0, 4}))  # stage 0 of replica 0, stage 1 of 1
     built = {3: Built(Shard(0, 1), 3), 1: Built(Shard(0, 0), 1)}
     plan = refill(topology, dark, built, held(topology, dark.assignment))
     assert whole(plan.assignment, topology) == {0, 2}
@@ -69,7 +69,7 @@ NOBODY = Help({}, {}, (), False)
 def test_nobody_holds_the_state() -> None:
     topology = Topology(tensor=1, pipeline=2, data=1)
     before = initial_assignment(topology, range(3))
-    dark = settle(topology, before, frozenset({0}))
+    dark = release_broken(topology, before, frozenset({0}))
     built = {1: Built(Shard(0, 1), 1), 2: Built(Shard(0, 0), 0)}
     holds = {1: frozenset({Shard(0, 1)})}
     plan = refill(topology, dark, built, holds)
@@ -81,7 +81,7 @@ def test_nobody_holds_the_state() -> None:
 def test_a_middle_stage_is_rebuilt_from_its_neighbours() -> None:
     topology = Topology(tensor=2, pipeline=3, data=1)
     before = initial_assignment(topology, range(7))
-    dark = settle(topology, before, frozenset({2}))  # tp 0 of stage 1; its peer 3 lives
+    dark = release_broken(topology, before, frozenset({2}))  # tp 0 of stage 1; its peer 3 lives
     built = {p: Built(topology.shard_of(p), p) for p in (0, 1, 3, 4, 5)}
     built[6] = Built(Shard(0, 1), 2)
     holds = {p: frozenset({b.shard}) for p, b in built.items() if p != 6}
@@ -95,10 +95,10 @@ def test_a_middle_stage_is_rebuilt_from_its_neighbours() -> None:
 def test_two_replicas_that_lost_the_same_stage() -> None:
     topology = Topology(tensor=1, pipeline=3, data=2)
     before = initial_assignment(topology, range(6))
-    dark = settle(topology, before, frozenset({2, 3}))  # stage 1 of both
+    dark = release_broken(topology, before, frozenset({2, 3}))  # stage 1 of both
     built = {p: Built(topology.shard_of(s), s) for p, s in {0: 0, 1: 1, 4: 4, 5: 5}.items()}
     built |= {6: Built(Shard(0, 1), 2), 7: Built(Shard(0, 1), 3)}
-    plan_before = settle(topology, dark.assignment.joined([6, 7]), frozenset())
+    plan_before = release_broken(topology, dark.assignment.joined([6, 7]), frozenset())
     holds = {p: frozenset({built[p].shard}) for p in (0, 1, 4, 5)}
     plan = refill(topology, plan_before, built, holds, checkfree=CHECKFREE)
     assert whole(plan.assignment, topology) == {0, 1}
@@ -128,14 +128,15 @@ def test_what_can_be_rebuilt() -> None:
 def test_a_job_waits_for_what_can_come() -> None:
     topology = Topology(tensor=1, pipeline=2, data=2)
     before = initial_assignment(topology, range(5))  # process 4 is a spare
-    dark = settle(topology, before, frozenset({0, 1}))  # stage 0 of both replicas
+    dark = release_broken(topology, before, frozenset({0, 1}))  # stage 0 of both replicas
     assert not whole(dark.assignment, topology)
     built = {2: Built(Shard(0, 1), 2), 3: Built(Shard(0, 1), 3)}
     holds = {p: frozenset({b.shard}) for p, b in built.items()}
     stopped = stop_if_hopeless(topology, dark, Help(built, {}, [4], True), holds)
     assert stopped.stop is not None and "stage 0 is lost" in stopped.stop.reason
 
-    dark = settle(topology, before, frozenset({0, 3}))  # the state of each stage is still there
+    # The state of each stage is still there.
+    dark = release_broken(topology, before, frozenset({0, 3}))
     built = {2: Built(Shard(0, 1), 2), 1: Built(Shard(0, 0), 1)}
     holds = {p: frozenset({b.shard}) for p, b in built.items()}
     # Leftovers of both replicas make a whole one.
@@ -152,7 +153,7 @@ def test_a_job_waits_for_what_can_come() -> None:
 
 def test_a_slot_whose_replacements_die_stays_vacant() -> None:
     topology = Topology(tensor=1, pipeline=1, data=2)
-    dark = settle(topology, initial_assignment(topology, range(3)), frozenset({0}))
+    dark = release_broken(topology, initial_assignment(topology, range(3)), frozenset({0}))
     built = {2: Built(Shard(0, 0), 0)}
     holds = held(topology, dark.assignment)
     assert filled(refill(topology, dark, built, holds))
@@ -163,7 +164,7 @@ def test_a_slot_whose_replacements_die_stays_vacant() -> None:
 def test_whoever_is_still_receiving_does_not_serve() -> None:
     topology = Topology(tensor=1, pipeline=2, data=2)
     before = initial_assignment(topology, range(4))
-    plan = settle(topology, before, frozenset(), unfit=frozenset({2}))
+    plan = release_broken(topology, before, frozenset(), unfit=frozenset({2}))
     assert whole(plan.assignment, topology) == {1}
     assert plan.assignment.pool == (0, 2)
 
@@ -194,8 +195,8 @@ def test_any_history(history: tuple[Topology, int, list[set[int]]]) -> None:
     for dead in deaths:
         dead &= living
         living -= dead
-        settled = settle(topology, assignment, frozenset(dead))
-        assert settled == settle(topology, assignment, frozenset(dead))
+        settled = release_broken(topology, assignment, frozenset(dead))
+        assert settled == release_broken(topology, assignment, frozenset(dead))
         settled.assignment.check(topology)
         holds = held(topology, settled.assignment)
         ready = {p: b for p, b in built.items() if p in settled.assignment.pool}
@@ -233,7 +234,9 @@ def test_a_slot_for_which_newcomers_keep_dying_stays_vacant() -> None:
 def test_a_process_that_is_started_builds_what_nobody_else_does() -> None:
     topology = Topology(tensor=1, pipeline=2, data=2)
     before = initial_assignment(topology, range(4))
-    dark = settle(topology, before, frozenset({0, 3})).assignment  # stage 0, stage 1: all wait
+    dark = release_broken(
+        topology, before, frozenset({0, 3})
+    ).assignment  # stage 0, stage 1: all wait
     living = {1: Facts(built=Built(Shard(0, 0), 1)), 2: Facts(built=Built(Shard(0, 1), 2))}
 
     def slot_of(assignment: Assignment, known: dict[int, Facts], newcomer: int) -> int | None:

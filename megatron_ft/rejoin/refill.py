@@ -28,7 +28,7 @@ class Built:
     """The slot for which it built it, or which it served last."""
 
 
-def settle(
+def release_broken(
     topology: Topology,
     before: Assignment,
     dead: frozenset[int],
@@ -101,7 +101,7 @@ def refill(
     """Fill as many dark replicas as the pool can make whole; rules 1 and 2.
 
     Args:
-        plan: What ``settle`` made; its assignment's pool is drawn from.
+        plan: What ``release_broken`` made; its assignment's pool is drawn from.
         built: What each ready pool process has built.
         holds: Process -> shards of which it holds the committed state.
         barred: Slots that stay vacant because their replacements keep dying.

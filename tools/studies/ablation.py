@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import failures, plots
-from .cells import Cell, Rebuild, Setup, setup_of
+from . import draws, failures, plots
+from .cells import Rebuild, Setup, cell_of, no_failure, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
-from .statistics import check_order, increases, mean_excess, perplexity, spread
+from .statistics import check_order, increases, mean_excess
+from .wording import begin, describe, gain_text, mean_text
 
 NAME = "ablation"
-PER_HOUR = 0.16
 ITERATION_S = 3 * failures.PAPER_ITERATION_S
 """Three of the paper's iterations in one: a run of 300 stands for its first 900, or 23 hours."""
 NONE = "no failure"
@@ -30,29 +30,19 @@ def grid(options: Options) -> Grid:
     found: Grid = {}
     for seed in options.seeds:
         faults = failures.lose_stages(losses(options, setup, seed))
-        common = {"setup": setup, "seed": seed, "flags": ("--ft-checkfree",)}
-        found[NONE, seed] = Cell(name=f"{NONE}, seed {seed}", **common)  # type: ignore[arg-type]
+        found[NONE, seed] = no_failure(setup, seed)
         for method in METHODS:
-            found[method, seed] = Cell(
-                name=f"ablation: {method}, seed {seed}",
-                faults=faults,
-                rebuild=method,
-                **common,  # type: ignore[arg-type]
+            flags = found[NONE, seed].flags
+            found[method, seed] = cell_of(
+                f"ablation: {method}", setup, seed, flags=flags, faults=faults, rebuild=method
             )
     return found
 
 
 def losses(options: Options, setup: Setup, seed: int) -> tuple[failures.Loss, ...]:
     """The losses of a seed's runs."""
-    drawn = failures.draw(
-        PER_HOUR,
-        seed=seed,
-        iterations=setup.iterations,
-        num_stages=setup.pipeline,
-        iteration_s=options.iteration_s or ITERATION_S,
-    )
-    late = failures.later(drawn, options.failures_from)
-    return failures.of_stages(late, failures.middle(setup.pipeline))
+    stages = failures.middle(setup.pipeline)
+    return draws.losses(options, setup, seed, stages=stages, usual_s=ITERATION_S)
 
 
 def report(options: Options, results: Mapping[str, Result]) -> Report:
@@ -72,11 +62,11 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
             made.numbers["excess"] = over
             made.numbers["excess_order_holds"] = check.holds
     made.numbers["perplexity"] = {name: found.perplexities(name) for name in (NONE, *METHODS)}
-    there = [name for name in (NONE, *METHODS) if found.has(name)]
-    if there:
+    curves = found.perplexity_curves((NONE, *METHODS))
+    if curves:
         made.figures["curves"] = lambda path: plots.curves(
             path,
-            {name: [_perplexities(r) for r in found.of(name).values()] for name in there},
+            curves,
             title="A lost stage is rebuilt as ... (16 % per hour)",
             xlabel="iteration",
             ylabel="validation perplexity",
@@ -84,8 +74,8 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
         )
         made.figures["final"] = lambda path: plots.bars(
             path,
-            there,
-            {"after the last iteration": [list(found.perplexities(n).values()) for n in there]},
+            list(curves),
+            {"after the last iteration": [list(found.perplexities(n).values()) for n in curves]},
             title="Validation perplexity at the end (16 % per hour)",
             ylabel="perplexity",
             from_zero=False,
@@ -95,9 +85,9 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 
 def setting(options: Options) -> list[str]:
     setup = setup_of(options)
-    seconds = options.iteration_s or ITERATION_S
+    seconds = options.seconds(ITERATION_S)
     number = failures.expected(
-        PER_HOUR,
+        draws.PER_HOUR,
         iterations=setup.iterations + 1 - options.failures_from,
         stages=len(failures.middle(setup.pipeline)),
         iteration_s=seconds,
@@ -114,13 +104,6 @@ def setting(options: Options) -> list[str]:
     ]
 
 
-def begin(options: Options) -> list[str]:
-    """When losses begin, where they do not from the start."""
-    if options.failures_from <= 1:
-        return []
-    return [f"Nothing is lost before iteration {options.failures_from}."]
-
-
 def excesses(options: Options, found: Found, name: str) -> dict[int, float]:
     """Seed -> validation loss over no failure, the mean of what was evaluated after a loss."""
     base = found.of(NONE)
@@ -135,19 +118,6 @@ def excesses(options: Options, found: Found, name: str) -> dict[int, float]:
     return values
 
 
-def describe(setup: Setup) -> list[str]:
-    """What is trained, in words."""
-    return [
-        f"A LLaMA of {setup.num_layers} layers, hidden size {setup.hidden}, on the default corpus "
-        f"(bytes), {setup.pipeline} stages x {setup.data} replicas, {setup.iterations} iterations "
-        f"of {setup.samples} sequences of {setup.sequence} tokens ({setup.tokens / 1e6:.2f}M "
-        f"tokens), learning rate {setup.lr:g} "
-        + ("constant." if setup.min_lr is None else f"falling to {setup.min_lr:g} (cosine)."),
-        f"Validation is on {2 * setup.eval_iters * setup.samples} sequences at the end and on half "
-        "as many before.",
-    ]
-
-
 def table(options: Options, found: Found) -> Table:
     rows = []
     base = found.perplexities(NONE)
@@ -160,10 +130,10 @@ def table(options: Options, found: Found) -> Table:
         rows.append(
             (
                 name,
-                spread(list(values.values())).text(),
-                f"{100 * spread(gains).mean:+.2f} %" if gains and name != NONE else "-",
+                mean_text(values.values()),
+                gain_text(gains) if name != NONE else "-",
                 ", ".join(f"{value:.3f}" for value in values.values()),
-                _excess(options, found, name),
+                mean_text(excesses(options, found, name).values()) if name != NONE else "-",
                 str(rebuilt),
                 f"{PAPER[name]:g}" if name in PAPER else "-",
             )
@@ -171,12 +141,3 @@ def table(options: Options, found: Found) -> Table:
     headings = ("a lost stage becomes", "perplexity", "over no failure", "of each seed")
     more = ("loss over no failure, mean since the first loss", "rebuilt", "paper")
     return Table("Validation perplexity at the end", (*headings, *more), rows)
-
-
-def _excess(options: Options, found: Found, name: str) -> str:
-    values = excesses(options, found, name) if name != NONE else {}
-    return spread(list(values.values())).text() if values else "-"
-
-
-def _perplexities(result: Result) -> list[tuple[float, float]]:
-    return [(at, perplexity(loss)) for at, loss in result.validation]

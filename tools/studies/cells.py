@@ -145,3 +145,13 @@ class Cell:
     def describe(self) -> dict[str, Any]:
         """What is kept beside the result."""
         return dataclasses.asdict(self)
+
+
+def cell_of(name: str, setup: Setup, seed: int, **more: Any) -> Cell:
+    """A cell with its seed in its name."""
+    return Cell(name=f"{name}, seed {seed}", setup=setup, seed=seed, **more)
+
+
+def no_failure(setup: Setup, seed: int) -> Cell:
+    """The run without failures that the studies of CheckFree share."""
+    return cell_of("no failure", setup, seed, flags=("--ft-checkfree",))

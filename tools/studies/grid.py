@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .cells import Cell
 from .results import Result
+from .statistics import Curve
 
 Grid = dict[tuple[str, int], Cell]
 """(what is varied, seed) -> cell. Two places may have the same cell."""
@@ -28,6 +29,14 @@ class Found:
 
     def perplexities(self, name: str) -> dict[int, float]:
         return self.values(name, lambda result: result.perplexity)
+
+    def perplexity_curves(self, names: Iterable[str]) -> dict[str, list[Curve]]:
+        """Name -> a curve for each seed; names without results are left out."""
+        return {
+            name: [result.perplexities for result in self.of(name).values()]
+            for name in names
+            if self.has(name)
+        }
 
     def has(self, *names: str) -> bool:
         """Whether each has a result of one seed at least."""

@@ -16,8 +16,8 @@ from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
-from .statistics import spread
 from .swap_share import flags_of
+from .wording import mean_text
 
 NAME = "iteration-time"
 WARMUP = 10
@@ -99,7 +99,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
             bubble = timing.bubble(stages, setup.microbatches, Fraction(share))
             rows.append(
                 (
-                    *(str(stages), share, spread(ratios).text()),
+                    *(str(stages), share, mean_text(ratios)),
                     *(f"{min(ratios):.3f}", f"{max(ratios):.3f}", f"{expected:.3f}"),
                     f"{100 * bubble:.1f} %",
                 )

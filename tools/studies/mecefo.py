@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import failures, plots
-from .ablation import describe
-from .cells import Cell, Setup, setup_of
+from .cells import Setup, cell_of, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
-from .statistics import check_order, increases, perplexity, spread
+from .statistics import check_order, increases, spread
+from .wording import describe, mean_text
 
 NAME = "mecefo"
 NONE = "no failure"
@@ -54,21 +54,15 @@ def outages(
 def grid(options: Options) -> Grid:
     setup, found = job(options), {}
     for seed in options.seeds:
-        found[NONE, seed] = Cell(
-            name=f"mecefo: {NONE}, seed {seed}", setup=setup, seed=seed, flags=("--ft-recover",)
-        )
+        found[NONE, seed] = cell_of(f"mecefo: {NONE}", setup, seed, flags=("--ft-recover",))
         for scenario in failures.SCENARIOS:
             faults = failures.degrades(outages(options, scenario, seed))
             runs: dict[str, tuple[str, ...]] = {scenario.name: ()}
             if scenario.name == "high":
                 runs |= VARIANTS
             for name, flags in runs.items():
-                found[name, seed] = Cell(
-                    name=f"mecefo: {name}, seed {seed}",
-                    setup=setup,
-                    seed=seed,
-                    flags=(*FLAGS, *flags),
-                    faults=faults,
+                found[name, seed] = cell_of(
+                    f"mecefo: {name}", setup, seed, flags=(*FLAGS, *flags), faults=faults
                 )
     return found
 
@@ -106,14 +100,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
         )
         made.figures["curves"] = lambda path: plots.curves(
             path,
-            {
-                name: [
-                    [(at, perplexity(loss)) for at, loss in result.validation]
-                    for result in found.of(name).values()
-                ]
-                for name in (NONE, *names)
-                if found.has(name)
-            },
+            found.perplexity_curves((NONE, *names)),
             title="MeCeFO: validation perplexity",
             xlabel="iteration",
             ylabel="validation perplexity",
@@ -159,8 +146,8 @@ def table(options: Options, found: Found) -> Table:
         struck = [result.faults_fired for result in found.of(name).values()]
         rows.append(
             (
-                *(name, spread(list(values.values())).text()),
-                f"{spread([100 * g for g in gains]).text(2)} %" if gains and name != NONE else "-",
+                *(name, mean_text(values.values())),
+                f"{mean_text([100 * g for g in gains], 2)} %" if gains and name != NONE else "-",
                 f"{100 * GOALS[name]:.1f} %" if name in GOALS else "-",
                 f"{100 * PAPER[name]:.2f} %" if name in PAPER else "-",
                 ", ".join(map(str, struck)),

@@ -30,3 +30,7 @@ class Options:
     """What an hour of MeCeFO's scenarios is."""
     flags_known: Collection[str] = ()
     """Our flags that this version of the product has."""
+
+    def seconds(self, usual: float) -> float:
+        """What an iteration stands for, ``usual`` unless the command line says it."""
+        return self.iteration_s or usual

@@ -55,6 +55,11 @@ class Result:
     def perplexity(self) -> float:
         return perplexity(self.final_loss)
 
+    @property
+    def perplexities(self) -> Curve:
+        """On the validation split, by iteration."""
+        return [(at, perplexity(loss)) for at, loss in self.validation]
+
     def median_step_s(self, warmup: int = 0) -> float:
         """Median time of the steps after the first ``warmup``."""
         return statistics.median(self.seconds[warmup:])

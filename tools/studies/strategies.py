@@ -9,6 +9,7 @@ measured, from the simulator, or by counting. How each is counted is in the tabl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,14 +17,14 @@ from fractions import Fraction
 from megatron_ft.checkfree.options import DEFAULT_SWAP_SHARE
 
 from . import failures, plots, timing
-from .ablation import describe
-from .cells import Cell, Setup, setup_of
+from .cells import Cell, Setup, cell_of, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
 from .statistics import Curve, elapsed, first_below, increases, spread, value_at
 from .swap_share import flags_of
+from .wording import describe, gain_text, mean_text
 
 NAME = "strategies"
 RATES = (0.05, 0.10, 0.16)
@@ -103,6 +104,11 @@ def name_of(strategy: Strategy, rate: float) -> str:
     return f"{strategy.name}, {100 * rate:g} %"
 
 
+def seconds_of(options: Options) -> float:
+    """What an iteration stands for."""
+    return options.seconds(failures.PAPER_ITERATION_S)
+
+
 def draw(
     options: Options, rate: float, seed: int, setup: Setup, runs: int = 1
 ) -> tuple[failures.Loss, ...]:
@@ -112,7 +118,7 @@ def draw(
         seed=seed,
         iterations=setup.iterations * runs,
         num_stages=setup.slots,
-        iteration_s=options.iteration_s or failures.PAPER_ITERATION_S,
+        iteration_s=seconds_of(options),
     )
 
 
@@ -131,11 +137,8 @@ def grid(options: Options) -> Grid:
     jobs, found = setups(options), Grid()
     for seed in options.seeds:
         for job, setup in jobs.items():
-            found[none_of(job), seed] = Cell(
-                name=f"no failure, {job}, seed {seed}",
-                setup=setup,
-                seed=seed,
-                flags=BASELINE_FLAGS[job],
+            found[none_of(job), seed] = cell_of(
+                none_of(job), setup, seed, flags=BASELINE_FLAGS[job]
             )
         for rate in RATES:
             for strategy in STRATEGIES:
@@ -149,7 +152,7 @@ def _cell(options: Options, strategy: Strategy, rate: float, seed: int) -> Cell:
     setup = setups(options)[strategy.job]
     losses = draw(options, rate, seed, setup)
     share = flags_of(str(DEFAULT_SWAP_SHARE))
-    make = _maker(f"strategies: {name_of(strategy, rate)}, seed {seed}", setup, seed)
+    make = functools.partial(cell_of, f"strategies: {name_of(strategy, rate)}", setup, seed)
     if strategy == CHECKPOINT:
         plan = starts(options, rate, seed)
         return make(flags=("--ft-checkfree",), starts=plan, save_interval=SAVE_INTERVAL)
@@ -179,14 +182,10 @@ def _cell(options: Options, strategy: Strategy, rate: float, seed: int) -> Cell:
     )
 
 
-def _maker(name: str, setup: Setup, seed: int) -> Callable[..., Cell]:
-    return lambda **more: Cell(name=name, setup=setup, seed=seed, **more)
-
-
 def outages(options: Options, rate: float, seed: int) -> tuple[failures.Outage, ...]:
     """MeCeFO: slots that are lost, each for ``OUTAGE_H``."""
     setup = setups(options)[NODES]
-    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    seconds = seconds_of(options)
     return failures.outages_of(
         draw(options, rate, seed, setup),
         round(OUTAGE_H * 3600 / seconds),
@@ -276,7 +275,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
     if target is None:
         made.findings.append("The runs without failures are not there yet.")
         return made
-    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    seconds = seconds_of(options)
     hours: dict[str, list[list[float]]] = {}
     rows: list[tuple[str, ...]] = []
     for job in setups(options):
@@ -285,7 +284,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
             curves = [result.validation for result in found.of(none_of(job)).values()]
             reached = [first_below(curve, target) for curve in curves]
             times = [at * seconds / 3600 for at in reached if at is not None]
-            head = (f"no failure, {job}", "-", spread(values).text(), "-", "-")
+            head = (none_of(job), "-", mean_text(values), "-", "-")
             rows.append((*head, *_times(times, len(reached))))
     for strategy in STRATEGIES:
         for rate in RATES:
@@ -350,7 +349,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 def _row(
     options: Options, strategy: Strategy, rate: float, found: Found, target: float
 ) -> tuple[tuple[str, ...] | None, list[float]]:
-    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    seconds = seconds_of(options)
     courses = [course(options, strategy, rate, seed, found) for seed in options.seeds]
     there = [c for c in courses if c is not None]
     if not there:
@@ -364,8 +363,8 @@ def _row(
     row = (
         f"{strategy.name}, {strategy.job}",
         f"{100 * rate:g} %",
-        spread(list(values.values())).text() if values else "as without",
-        f"{100 * spread(gains).mean:+.2f} %" if gains else "-",
+        mean_text(values.values()) if values else "as without",
+        gain_text(gains),
         ", ".join(str(_struck(result)) for result in own.values()) or "-",
         *_times(times, len(there)),
     )
@@ -379,7 +378,7 @@ def _struck(result: Result) -> int:
 
 
 def _times(times: list[float], count: int) -> tuple[str, str]:
-    return (spread(times).text(2) if times else "-", f"{len(times)} of {count}")
+    return (mean_text(times, 2), f"{len(times)} of {count}")
 
 
 def _lines(
@@ -431,7 +430,7 @@ def _checkpoint_check(options: Options, found: Found) -> list[str]:
 
 
 def setting(options: Options, found: Found) -> list[str]:
-    seconds = options.iteration_s or failures.PAPER_ITERATION_S
+    seconds = seconds_of(options)
     hours = options.iterations * seconds / 3600
     return [
         *describe(setups(options)[STAGES]),

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from . import failures, plots, timing
-from .ablation import begin, describe
-from .cells import Cell, Setup, setup_of
+from . import draws, failures, plots, timing
+from .cells import Setup, cell_of, no_failure, setup_of
 from .grid import Found, Grid, look_up
 from .options import Options
 from .report import Report, Table
 from .results import Result
 from .statistics import increases, spread
 from .timing import SIMULATED
+from .wording import begin, describe, gain_text, mean_text
 
 NAME = "swap-share"
-PER_HOUR = 0.16
 ITERATION_S = 2 * failures.PAPER_ITERATION_S
 SHARES = ("0", "1/16", "1/8", "1/4", "1/2")
 PLAIN = "1F1B, no failure"
@@ -41,16 +40,14 @@ def grid(options: Options) -> Grid:
     found: Grid = {}
     for seed in options.seeds:
         faults = failures.lose_stages(losses(options, setup, seed))
-        found[PLAIN, seed] = Cell(
-            name=f"no failure, seed {seed}", setup=setup, seed=seed, flags=("--ft-checkfree",)
-        )
+        found[PLAIN, seed] = no_failure(setup, seed)
         for share in SHARES:
             for condition in (WITHOUT, WITH):
                 name = name_of(share, condition)
-                found[name, seed] = Cell(
-                    name=f"swap-share: {name}, seed {seed}",
-                    setup=setup,
-                    seed=seed,
+                found[name, seed] = cell_of(
+                    f"swap-share: {name}",
+                    setup,
+                    seed,
                     flags=flags_of(share),
                     faults=faults if condition == WITH else (),
                 )
@@ -58,15 +55,8 @@ def grid(options: Options) -> Grid:
 
 
 def losses(options: Options, setup: Setup, seed: int) -> tuple[failures.Loss, ...]:
-    drawn = failures.draw(
-        PER_HOUR,
-        seed=seed,
-        iterations=setup.iterations,
-        num_stages=setup.pipeline,
-        iteration_s=options.iteration_s or ITERATION_S,
-    )
-    late = failures.later(drawn, options.failures_from)
-    return failures.of_stages(late, failures.ends(setup.pipeline))
+    stages = failures.ends(setup.pipeline)
+    return draws.losses(options, setup, seed, stages=stages, usual_s=ITERATION_S)
 
 
 def choose(without: Mapping[str, float], with_losses: Mapping[str, float]) -> str:
@@ -124,7 +114,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
 
 def setting(options: Options) -> list[str]:
     setup = setup_of(options)
-    seconds = options.iteration_s or ITERATION_S
+    seconds = options.seconds(ITERATION_S)
     struck = ", ".join(str(len(losses(options, setup, seed))) for seed in options.seeds)
     return [
         *describe(setup),
@@ -142,14 +132,12 @@ def table(found: Found) -> Table:
     base = found.perplexities(PLAIN)
     rows: list[tuple[str, ...]] = []
     if base:
-        rows.append(("1F1B, no twins", spread(list(base.values())).text(), *"-----"))
+        rows.append(("1F1B, no twins", mean_text(base.values()), *"-----"))
     for share in SHARES:
         cells = [share]
         for condition in (WITHOUT, WITH):
             values = found.perplexities(name_of(share, condition))
-            gains = increases(values, base)
-            cells.append(spread(list(values.values())).text() if values else "-")
-            cells.append(f"{100 * spread(gains).mean:+.2f} %" if gains else "-")
+            cells += (mean_text(values.values()), gain_text(increases(values, base)))
         runs = found.of(name_of(share, WITH)).values()
         lost = sum(result.rebuilt for result in runs) if runs else "-"
         rows.append((*cells, str(lost), f"{timing.swap_cost(*SIMULATED, Fraction(share)):.3f}"))
