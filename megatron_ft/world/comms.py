@@ -40,7 +40,7 @@ def split_groups(
     mine: Collection[int],
     made: dict[GroupKey, MPI.Intracomm],
 ) -> None:
-    """Make a communicator for each group that needs one.
+    """Give each group that needs one a communicator; groups of the same slots share theirs.
 
     Collective over ``comm``.
 
@@ -60,12 +60,8 @@ def split_groups(
                 continue
             slots = batch.parts[color]
             order = min(slots.index(slot) for slot in mine if slot in slots)
-            first = None
-            for key in sorted(set(keys)):
-                if key.slots == slots:
-                    copy = first.Dup() if first is not None else comm.Split(color, order)
-                    made[key] = quiet(copy)
-                    first = first or made[key]
+            one = quiet(comm.Split(color, order))
+            made.update((key, one) for key in sorted(set(keys)) if key.slots == slots)
     except MPI.Exception:
         # Whoever waits for this process in one of them must not wait for ever.
         for one in made.values():

@@ -14,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Work
 
+from megatron_ft.world import registry
 from megatron_ft.world.errors import guard, translate
 from megatron_ft.world.link import Link
 from megatron_ft.world.pending import Pending
@@ -72,10 +73,11 @@ class PlainPolicy:
         """A group has been made, on this member."""
 
     def destroyed(self, group: UlfmProcessGroup) -> None:
-        """A group is about to be destroyed, on this member; frees its communicators."""
+        """A group is about to be destroyed, on this member; frees what no other group uses."""
+        others = [other.link for other in registry.live_groups() if other is not group]
         with guard("destroy", group.group_name):
             for comm in (group.link.comm, group.link.p2p):
-                if comm is not None:
+                if comm is not None and not any(comm in (link.comm, link.p2p) for link in others):
                     comm.Free()
 
     def run(

@@ -366,13 +366,13 @@ class World:
         outcome.keys = tuple(sorted(set(every)))
         with self.watch.waiting():
             split_groups(new, outcome.keys, assignment.process_of, mine, outcome.made)
+        p2p: dict[tuple[int, ...], MPI.Intracomm] = {}
         for key, comm in outcome.made.items():
             assert key in ours, f"process {self.process}, slots {mine}: no group {key}"
-            p2p = None
-            if self.within_replica(key.slots):
+            if self.within_replica(key.slots) and key.slots not in p2p:
                 with self.watch.waiting():
-                    p2p = quiet(comm.Dup())
-            links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
+                    p2p[key.slots] = quiet(comm.Dup())
+            links[key] = Link.make(key.slots, assignment.process_of, comm, p2p.get(key.slots))
 
     def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> None:
         """Take a process that ``leader`` has spawned into the world, as one of the pool.
@@ -436,7 +436,7 @@ class World:
             self._install_adopted(outcome)
             self.known_keys = outcome.keys
             self.active = outcome.active
-            for comm in old:
+            for comm in {id(comm): comm for comm in old}.values():
                 free(comm)
 
     def _install_adopted(self, outcome: _Outcome) -> None:
@@ -486,7 +486,8 @@ class _Outcome:
     def comms(self) -> list[MPI.Comm]:
         """All communicators that it made."""
         p2p = (link.p2p for link in self.links.values())
-        return [comm for comm in (self.active, *self.made.values(), *p2p) if comm is not None]
+        comms = (self.active, *self.made.values(), *p2p)
+        return list({id(comm): comm for comm in comms if comm is not None}.values())
 
     def discard(self) -> None:
         for comm in self.comms():
