@@ -153,6 +153,14 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many processes the job starts at the most",
     )
+    add(
+        "--ft-respawn-nice",
+        type=int,
+        default=5,
+        choices=range(20),
+        metavar="N",
+        help="so much nicer (0 to 19) than those who train a new process is until it has built",
+    )
     checkfree_options.add_flags(parser)
     mecefo_options.add_flags(parser)
     add(

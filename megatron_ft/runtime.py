@@ -139,7 +139,7 @@ def _connect(job: Job) -> None:
     early, comm = job.early, MPI.COMM_WORLD
     bridge = spawn.parent()
     if bridge is not None:
-        priority.lower()
+        priority.lower(early.options.ft_respawn_nice)
         _import_everything()
         job.newcomer = Newcomer.arrive(bridge)
         order = job.newcomer.order

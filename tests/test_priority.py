@@ -18,7 +18,7 @@ if len(sys.argv) > 1:
 def niceness():
     return sorted({os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir("/proc/self/task")})
 
-priority.lower()
+priority.lower(5)
 done = threading.Event()
 threading.Thread(target=done.wait).start()
 print(niceness())
@@ -37,10 +37,8 @@ def lines(*arguments: str) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the privilege to raise a priority")
 def test_it_steps_back_and_returns() -> None:
-    from megatron_ft.rejoin.priority import STEP
-
     low, normal = lines()
-    assert low == f"[{BEFORE + STEP}]" and normal == f"[{BEFORE}]"
+    assert low == f"[{BEFORE + 5}]" and normal == f"[{BEFORE}]"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -38,7 +38,7 @@ def punished(
     punisher = threading.Thread(target=punish)
     punisher.start()
     run = launch(
-        *("--ft-recover", "--ft-respawn"),
+        *("--ft-recover", "--ft-respawn", "--ft-respawn-nice", "0"),
         run_dir=run_dir,
         iters=iters,
         timeout=2 * seconds + 300,

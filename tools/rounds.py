@@ -173,6 +173,7 @@ def command(options: argparse.Namespace, directory: Path) -> list[str]:
         *("--save", str(directory / "checkpoints"), "--load", str(directory / "checkpoints")),
         *("--save-interval", str(SAVE_INTERVAL), "--ckpt-format", "torch"),
         *("--ft-recover", "--ft-respawn", "--ft-spares", str(options.spares)),
+        *("--ft-respawn-nice", "0"),  # many rounds, rather than steps that nothing disturbs
         *MODEL,
     ]
 
