@@ -323,7 +323,7 @@ def _inject_faults(job: Job) -> None:
     # It is degraded since the step began; Megatron's flags have been refused without --ft-mecefo.
     actions: dict[str, Any] = {"degrade": lambda spec: session.mecefo.assert_degraded(spec)}
     if job.early.checkfree.enabled:
-        actions["lose-stage"] = lambda spec: session.lose_state()
+        actions["lose-stage"] = lambda spec: session.lose_state(spec.stage)
     session.injector = Injector(
         plan,
         session.observer.log,

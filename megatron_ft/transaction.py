@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_ft.mecefo.live import Mecefo
     from megatron_ft.mecefo.quotas import Speeds
     from megatron_ft.schedule.executor import Executor
+    from megatron_ft.topology import Shard
 
 logger = logging.getLogger("megatron_ft.transaction")
 
@@ -113,9 +114,9 @@ class StepTransaction:
         self.pipeline_done = False
         self.contributes = True
         self.rehearsed: dict[str, Any] = {}
-        self.measure: Callable[[], float] | None = None
+        self.measure: Callable[[], dict[Shard, float]] | None = None
         """What of the unclipped gradients is remembered of each step; None for nothing."""
-        self.measured: float | None = None
+        self.measured: dict[Shard, float] | None = None
         self.executor: Executor | None = None
         """What runs in the place of Megatron's schedule: its routes are asked of the ids."""
         self.mecefo: Mecefo | None = None
@@ -200,9 +201,9 @@ class StepTransaction:
         if training:
             if self.speeds is not None and attempts == 1:
                 self.speeds.observe(self._times)
-            if self.pair is not None:
-                self.pair.step()
             self.on_commit(self.iteration)
+            if self.pair is not None:
+                self.pair.step()  # as Megatron's own: its learning rate may depend on the iteration
         if self.snapshots is not None:
             self.snapshots.drop()
         self.last = Committed(counts, attempts, recomputed, time.monotonic() - started)

@@ -147,6 +147,11 @@ class Job:
             self.left |= {p for p in served if p is not None}
         self.known = max((self.known, *(facts.committed for facts in now.living.values())))
         self.assignment = result.assignment
+        for p, facts in now.living.items():
+            if facts.committed < self.known:  # what is beside its own stage is of no use any more
+                mind = self.processes[p]
+                own = None if mind.built is None else self.topology.shard_of(mind.built)
+                mind.state = {s: step for s, step in mind.state.items() if s == own}
         self.processes = {p: self.processes[p] for p in result.assignment.processes}
         for p in result.assignment.active_processes:
             self.processes[p].built = result.assignment.slots_of(p)[0]
@@ -167,10 +172,7 @@ class Job:
             mind.receiving = False
             served = set(map(self.topology.shard_of, self.assignment.slots_of(p)))
             mind.state = {s: step for s, step in mind.state.items() if s in served}
-        for p in self.assignment.pool:
-            mind = self.processes[p]  # what it ran beside its own stage is dropped
-            own = None if mind.built is None else self.topology.shard_of(mind.built)
-            mind.state = {s: step for s, step in mind.state.items() if s == own}
+        # In the pool a process keeps what it ran beside its own stage: nobody may have another copy.
 
 
 # -- what must hold of every plan --------------------------------------------------------------

@@ -49,7 +49,8 @@ class Report:
     """The slot for which the groups were made; None for a process without groups."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
-    """The slot that it serves beside its own, and the groups of that one."""
+    """The slot that it serves beside its own, or served last, and the groups of that one. Where all
+    who had built the stage for themselves are dead, they are known from here."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class World:
         """The slot that this process serves beside its own."""
         self.adopted_groups: dict[GroupKey, Group] = {}
         """The groups of that slot. Those in which its own is too share their link."""
+        self.knows_groups_of: tuple[int, tuple[GroupKey, ...]] | None = None
+        """The slot that this process served last beside its own, and the groups of that one."""
         self.host: Host = _cannot_host
         """Makes the groups of an adopted slot."""
         self.unhost: Callable[[Iterable[Group]], None] = lambda groups: None
@@ -267,10 +270,7 @@ class World:
             revoke(self.comm)
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
-            adopted = None
-            if self.adopted_slot is not None:
-                adopted = (self.adopted_slot, tuple(self.adopted_groups))
-            report = Report(self.process, groups, self.label, facts, adopted)
+            report = Report(self.process, groups, self.label, facts, self.knows_groups_of)
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
             outcome, ok = None, True
@@ -411,6 +411,7 @@ class World:
             if slot is not None:
                 links = {key: outcome.links[key] for key in keys}
                 self.adopted_groups = self.host(slot, links, outcome.reports)
+                self.knows_groups_of = (slot, tuple(keys))
         for key, group in self.adopted_groups.items():
             group.link = outcome.links[key]
 
