@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from megatron_ft.checkfree.options import CheckfreeOptions, Weight
 from megatron_ft.topology import Shard
 
-
 GradSquares = Mapping[Shard, float]
 """Shard -> its part of the squared gradient norm of its stage's layers, in the last committed step
 of who tells it."""

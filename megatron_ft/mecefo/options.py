@@ -178,3 +178,26 @@ def validate(args: Any, *, simulated: bool) -> None:
     for wrong, message in refuse:
         if wrong:
             raise FtArgumentError(message)
+
+
+def nothing_is_adopted(args: Any) -> str | None:
+    """Why no neighbour adopts a stage although ``--ft-mecefo`` is on; None where one would.
+
+    The job runs all the same: a replica that loses a process goes dark.
+
+    Args:
+        args: Megatron's, validated.
+    """
+    if not args.ft_mecefo or not args.ft_recover:
+        return None
+    if args.ft_checkfree_plus:
+        return (
+            "with --ft-checkfree-plus no neighbour adopts a stage: it could run neither swapped "
+            "microbatches nor twins. --ft-checkfree goes with adoption"
+        )
+    if args.fp16:
+        return (
+            "with --fp16 no neighbour adopts a stage: its two optimizers would move two loss "
+            "scales. --bf16 goes with adoption"
+        )
+    return None
