@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_job import Job, check
+from planner_job import planned as planned_from
 
 from megatron_ft.adopt.hosting import Hosting
 from megatron_ft.adopt.rules import adoptions, settle
@@ -210,6 +214,50 @@ def test_an_adopted_stage_whose_state_never_came_is_not_kept() -> None:
         PP3, before, frozenset(), {**holds, 2: frozenset({Shard(0, 1)})}, anew=True, unable=[1]
     )
     assert adoptions(unable) == (Adopt(3, 5, 2, 2),)
+
+
+@settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=150)
+@given(st.data())
+def test_no_last_copy_is_dropped(data: st.DataObject) -> None:
+    """Processes die one by one and stages are lost, so that adopters come to hold the last copies.
+
+    Moves may break off at any place, and replacements come late.
+    """
+    draw = data.draw
+    topology = Topology(tensor=1, pipeline=draw(st.integers(3, 4)), data=2)
+    job = Job.started(topology, replace(BOTH, respawn=True), topology.num_slots)
+    for _ in range(draw(st.integers(3, 8))):
+        if not any(mind.receiving for mind in job.processes.values()):
+            job.commit()
+        active = job.assignment.active_processes
+        happens = draw(st.sampled_from(["death", "death", "loss", "more", "nothing"]))
+        moment = draw(st.sampled_from(["training", "boundary"] if active else ["boundary"]))
+        dead = [draw(st.sampled_from(active))] if happens == "death" and len(active) > 1 else []
+        if happens == "loss":
+            lose(job, draw(st.sampled_from(topology.shards)))
+        if happens == "more":
+            job.join(1)
+        job.build(job.situation(), True, draw(st.booleans()), False)
+        told = {p: {moment: True} for p in active or job.assignment.pool}
+        now = job.situation(dead, told)
+        result = planned_from(now)
+        check(now, result, job.holds(list(now.living)))
+        if result.stop is not None:
+            return
+        moves = [a for a in result.actions if isinstance(a, Fill | Rebuild | Adopt)]
+        broken = bool(moves) and draw(st.booleans())
+        held = job.held_of(now.living)
+        job.carry_out(now, result, draw(st.integers(0, len(moves))) if broken else None)
+        assert held <= job.held_of(job.processes), "the last copy of a stage was dropped"
+
+
+def lose(job: Job, shard: Shard) -> None:
+    """Everybody loses the state of a shard and lives on."""
+    for p in job.assignment.active_processes:
+        mind = job.processes[p]
+        mind.state.pop(shard, None)
+        if mind.built is not None and job.topology.shard_of(mind.built) == shard:
+            mind.receiving = True
 
 
 # -- what an adopter keeps -------------------------------------------------------------------------
