@@ -471,6 +471,8 @@ class StepTransaction:
     # -- after a failure -------------------------------------------------------------------------
 
     def _mend(self, workload: PolicyWorkload, training: bool) -> None:
+        if training:
+            self._restore_scalers()  # first, for this process may send its state in the repair
         repaired = self.repair(
             f"attempt of step {self.iteration}",
             {"done": self.pipeline_done, "replica": self.replica, "training": training},
@@ -500,7 +502,6 @@ class StepTransaction:
                 if workload.forgets(self.replica):
                     self.mecefo.discard()
                 self.mecefo.begin_attempt(self.iteration, live)
-            self._restore_scalers()
         if workload.forgets(self.replica):
             self._totals = Totals()
         self.rehearsed = {}
@@ -513,7 +514,6 @@ class StepTransaction:
             assert self.snapshots is not None
             self.snapshots.reset_bookkeeping()
             self.snapshots.zero()
-            self._restore_scalers()
 
     def _scalers(self) -> list[Any]:
         """The loss scalers, which the rehearsal of an attempt moves on."""

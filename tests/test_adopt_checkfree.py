@@ -316,13 +316,12 @@ def test_a_lost_state_is_not_kept() -> None:
         ({}, None),
         ({"ft_checkfree": True}, None),
         ({"ft_checkfree_plus": True}, "--ft-checkfree goes with adoption"),
-        ({"fp16": True}, "--bf16 goes with adoption"),
         ({"ft_recover": False, "ft_checkfree_plus": True}, None),
         ({"ft_mecefo": False, "ft_checkfree_plus": True}, None),
     ],
 )
 def test_it_is_said_where_nothing_is_adopted(changes: dict[str, bool], says: str | None) -> None:
     flags = {"ft_mecefo": True, "ft_recover": True, "ft_checkfree": False}
-    flags |= {"ft_checkfree_plus": False, "fp16": False, **changes}
+    flags |= {"ft_checkfree_plus": False, **changes}
     reason = nothing_is_adopted(SimpleNamespace(**flags))
     assert (reason is None) if says is None else (reason is not None and says in reason)

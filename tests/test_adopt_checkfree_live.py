@@ -126,3 +126,16 @@ def test_without_the_rate_of_an_adopted_stage_replicas_drift_apart(
         assert_equal_replicas(digests(tmp_path, ITERS), 3, 2)
     with pytest.raises(AssertionError):
         assert_same_training(run, reference)
+
+
+def test_with_checkfree_plus_nothing_is_adopted_and_that_is_said() -> None:
+    run = launch(
+        *("--num-layers", "6", "--ft-recover", "--ft-checkfree-plus", "--ft-mecefo"),
+        *("--ft-fault", "kill@3:slot=3:point=backward"),
+        **SIZES,
+    )
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 1)
+    assert adoptions(run) == []
+    assert [event["replica"] for event in run.of_kind("replica_dark")] == [1]
+    assert run.output.count("with --ft-checkfree-plus no neighbour adopts a stage") == 1

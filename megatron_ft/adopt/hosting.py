@@ -39,14 +39,13 @@ class Hosting:
 
     Attributes:
         stage: What it runs beside its own stage.
-        unable: Whether it cannot: fp16, or it has tried and failed, as for want of memory.
+        unable: Whether it cannot: it has tried and failed, as for want of memory.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.stage: AdoptedStage | None = None
-        # A loss scaler moves on in each optimizer by itself.
-        self.unable = bool(session.args.fp16)
+        self.unable = False
         self._view: SlotView | None = None
         self._names: view.Names = {}
         self._kept: list[AdoptedStage] = []

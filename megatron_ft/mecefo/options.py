@@ -171,6 +171,11 @@ def validate(args: Any, *, simulated: bool) -> None:
             "--ft-mecefo does not support context parallelism: leave out --context-parallel-size",
         ),
         (
+            args.log_params_norm and args.ft_recover,
+            "--ft-mecefo lets a process run two stages, and what Megatron sums over each stage's "
+            "replicas outside of a step would wait for it twice: leave out --log-params-norm",
+        ),
+        (
             options.quotas and args.ft_recover_policy != "balanced",
             "--ft-mecefo-quotas is a deal of its own: leave out --ft-recover-policy",
         ),
@@ -194,10 +199,5 @@ def nothing_is_adopted(args: Any) -> str | None:
         return (
             "with --ft-checkfree-plus no neighbour adopts a stage: it could run neither swapped "
             "microbatches nor twins. --ft-checkfree goes with adoption"
-        )
-    if args.fp16:
-        return (
-            "with --fp16 no neighbour adopts a stage: its two optimizers would move two loss "
-            "scales. --bf16 goes with adoption"
         )
     return None
