@@ -16,7 +16,7 @@ the same plan from what all have told each other in the repair.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_ft.adopt import rules as adoption
@@ -193,8 +193,8 @@ def pool_can_do_more(
         p: frozenset(map(topology.shard_of, assignment.slots_of(p)))
         for p in assignment.active_processes
     }
-    if not holds:  # nobody trains: what the pool has kept is what there is, no adopted stage
-        holds = holds_of({p: replace(facts, held=frozenset()) for p, facts in known.items()})
+    if not holds:  # nobody trains: what the pool has kept is what there is
+        holds = holds_of(known)
     now = RecoveryPlan(topology, assignment, frozenset(), assignment, ())
     unable = [p for p, facts in known.items() if facts.unable]
     return bool(from_pool(now, ready, holds, closed, unable, on).actions)

@@ -323,7 +323,7 @@ def _inject_faults(job: Job) -> None:
     # It is degraded since the step began; Megatron's flags have been refused without --ft-mecefo.
     actions: dict[str, Any] = {"degrade": lambda spec: session.mecefo.assert_degraded(spec)}
     if job.early.checkfree.enabled:
-        actions["lose-stage"] = lambda spec: session.lose_state()
+        actions["lose-stage"] = lambda spec: session.lose_state(spec.stage)
     session.injector = Injector(
         plan,
         session.observer.log,
@@ -428,6 +428,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         gathers_optimizer=job.early.gathers_optimizer,
     )
     session.args = args
+    if job.slot == 0 and not session.joining:
+        _say_what_is_off(args)
     if session.joining:
         # Its state comes from a live replica, and what the others found in their data is known.
         args.load = args.pretrained_checkpoint = None
@@ -459,6 +461,15 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         llama.forward_step,
         store=store,
     )
+
+
+def _say_what_is_off(args: Any) -> None:
+    """One line where flags are on of which a part does nothing together."""
+    from megatron_ft.mecefo.options import nothing_is_adopted
+
+    reason = nothing_is_adopted(args)
+    if reason is not None:
+        print(f"megatron_ft: {reason}; a replica that loses a process goes dark", flush=True)
 
 
 def _register_backend(job: Job) -> Any:

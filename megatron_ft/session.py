@@ -26,6 +26,7 @@ from megatron_ft.rejoin.membership import Membership
 from megatron_ft.rejoin.refill import filled
 from megatron_ft.rejoin.relabel import relabel
 from megatron_ft.rejoin.transfer import Moved
+from megatron_ft.topology import Shard
 from megatron_ft.world.environment import note_checkpoint, note_loading
 from megatron_ft.world.errors import ReplicaLost, WorldBroken
 from megatron_ft.world.watch import NO_WATCH, Watch
@@ -99,8 +100,9 @@ class Session:
         """Whether this process has entered training while others were in it."""
         self.training_over = False
         """Whether Megatron has left its training loop: what is lost now is not computed again."""
-        self.grad_square: float | None = None
-        """This shard's part of its stage's squared gradient norm, of the last committed step."""
+        self.grad_squares: dict[Shard, float] = {}
+        """Parts of the stages' squared gradient norms in the last committed step, as far as they
+        are known here: of the own shard, and of one that was adopted (CheckFree)."""
         self.training = False
         """Whether set-up is done."""
         self.joining = False
@@ -279,7 +281,7 @@ class Session:
         self.committed = iteration
         self._repairs_in_vain = 0
         if self.transaction.measured is not None:
-            self.grad_square = self.transaction.measured
+            self.grad_squares = dict(self.transaction.measured)
 
     def step_committed(
         self,
@@ -431,30 +433,26 @@ class Session:
         last = self.training_over and self._evaluations_after > int(self.args.do_valid)
         return "test" if last else "valid"
 
-    def lose_state(self) -> None:
-        """What this process's slot holds is gone, although it lives: CheckFree's simulation.
+    def lose_state(self, stage: int) -> None:
+        """What this process holds of a stage is gone, although it lives: CheckFree's simulation.
+
+        Args:
+            stage: Its own one, or one that it has adopted.
 
         Raises:
             WorldBroken: Always: the step cannot go on, and the repair finds the state missing.
         """
-        import torch
-
         from megatron_ft.checkfree import parts
 
         assert self.world is not None
-        with torch.no_grad():
-            for chunk in self.model:
-                for parameter in chunk.parameters():
-                    parameter.data.fill_(float("nan"))
-                    parts.master(parameter).data.fill_(float("nan"))
-        for single in parts.optimizers(self.optimizer):
-            if not single.is_stub_optimizer:
-                for state in single.optimizer.state.values():
-                    for value in state.values():
-                        if isinstance(value, torch.Tensor) and value.is_floating_point():
-                            value.fill_(float("nan"))
-        self.membership.receiving = True
-        raise WorldBroken("lose-stage", "model", f"the state of slots {self.world.slots} is lost")
+        beside = None if self.hosting is None else self.hosting.stage
+        if beside is not None and beside.stage == stage:
+            parts.destroy(beside.model, beside.optimizer)
+            beside.holds_state = False
+        else:
+            parts.destroy(self.model, self.optimizer)
+            self.membership.receiving = True
+        raise WorldBroken("lose-stage", "model", f"the state of stage {stage} is lost")
 
     def _repaired(self, repaired: Repaired) -> None:
         self.elect()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_ft.mecefo.live import Mecefo
     from megatron_ft.mecefo.quotas import Speeds
     from megatron_ft.schedule.executor import Executor
+    from megatron_ft.topology import Shard
 
 
 class StepTransaction:
@@ -79,7 +80,7 @@ class StepTransaction:
         # What the strategies put here.
         self.optimizer: Any = None
         self.on_commit: Callable[[int], None] = lambda iteration: None
-        self.measure: Callable[[], float] | None = None
+        self.measure: Callable[[], dict[Shard, float]] | None = None
         """What of the unclipped gradients is remembered of each step; None for nothing."""
         self.executor: Executor | None = None
         """What runs in the place of Megatron's schedule: its routes are asked of the ids."""
@@ -105,7 +106,7 @@ class StepTransaction:
         self.reports = Reports()
         self.rehearsed: dict[str, Any] = {}
         """What the optimizer's collectives gave, by the name of its method."""
-        self.measured: float | None = None
+        self.measured: dict[Shard, float] | None = None
         self._attempt: Attempt | None = None
         self._scalers: LossScalers | None = None
         self._finalize: Callable[..., None] | None = None
@@ -164,9 +165,9 @@ class StepTransaction:
         if training:
             if self.speeds is not None and attempts == 1:
                 self.speeds.observe(attempt.times)
-            if self.pair is not None:
-                self.pair.step()
             self.on_commit(self.iteration)
+            if self.pair is not None:
+                self.pair.step()  # as Megatron's own: its learning rate may depend on the iteration
         if self.snapshots is not None:
             self.snapshots.drop()
         self.last = Committed(counts, attempts, recomputed, time.monotonic() - started)
@@ -274,6 +275,9 @@ class StepTransaction:
 
     def _mend(self, broken: Attempt, training: bool) -> None:
         workload = broken.workload
+        if training:
+            assert self._scalers is not None
+            self._scalers.restore()  # first, for this process may send its state in the repair
         repaired = self.repair(
             f"attempt of step {self.iteration}",
             {"done": broken.pipeline_done, "replica": self.replica, "training": training},
@@ -304,13 +308,12 @@ class StepTransaction:
     def _set_back(self, epoch: int, training: bool, forgets: bool) -> None:
         """Undo what the broken attempt left, and all of the step where this replica forgets it."""
         if training:
-            assert self.snapshots is not None and self._scalers is not None
+            assert self.snapshots is not None
             self.snapshots.reset_bookkeeping()
             if forgets:
                 self.snapshots.zero()
             else:
                 self.snapshots.restore(epoch)
-            self._scalers.restore()
         if forgets:
             self.reports.forget()
         self.rehearsed = {}

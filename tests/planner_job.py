@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
 from megatron_ft.adopt.rules import hosts_in
 from megatron_ft.checkfree.options import CheckfreeOptions
-from megatron_ft.planner import Facts, Situation, Strategies, builders, drained, plan
+from megatron_ft.planner import Facts, Situation, Strategies, builders, drained, holds_of, plan
 from megatron_ft.recovery_plan import Adopt, Fill, GiveBack, GoDark, Rebuild, RecoveryPlan
 from megatron_ft.rejoin.history import slots_of
 from megatron_ft.rejoin.moving import needs_state
@@ -100,6 +100,11 @@ class Job:
             for p, mind in minds.items()
         }
 
+    def held_of(self, living: Iterable[int]) -> set[Shard]:
+        """The shards of which one of these processes would tell that it holds the last state."""
+        told = {p: self.facts(p) for p in living}
+        return {shard for shards in holds_of(told, self.step).values() for shard in shards}
+
     # -- what happens to it ----------------------------------------------------------------------
 
     def commit(self) -> None:
@@ -147,6 +152,11 @@ class Job:
             self.left |= {p for p in served if p is not None}
         self.known = max((self.known, *(facts.committed for facts in now.living.values())))
         self.assignment = result.assignment
+        for p, facts in now.living.items():
+            if facts.committed < self.known:  # what is beside its own stage is of no use any more
+                mind = self.processes[p]
+                own = None if mind.built is None else self.topology.shard_of(mind.built)
+                mind.state = {s: step for s, step in mind.state.items() if s == own}
         self.processes = {p: self.processes[p] for p in result.assignment.processes}
         for p in result.assignment.active_processes:
             self.processes[p].built = result.assignment.slots_of(p)[0]
@@ -167,10 +177,7 @@ class Job:
             mind.receiving = False
             served = set(map(self.topology.shard_of, self.assignment.slots_of(p)))
             mind.state = {s: step for s, step in mind.state.items() if s in served}
-        for p in self.assignment.pool:
-            mind = self.processes[p]  # what it ran beside its own stage is dropped
-            own = None if mind.built is None else self.topology.shard_of(mind.built)
-            mind.state = {s: step for s, step in mind.state.items() if s == own}
+        # In the pool a process keeps what it ran beside its stage: there may be no other copy.
 
 
 # -- what must hold of every plan --------------------------------------------------------------

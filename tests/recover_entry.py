@@ -222,11 +222,28 @@ def no_forgetting_of_writes() -> None:
     saving._forget_written = lambda: None
 
 
+def no_adopted_rate() -> None:
+    """An adopter trains a rebuilt stage as if it had not been rebuilt."""
+    from megatron_ft.adopt.stage import AdoptedStage
+    from megatron_ft.checkfree import lr_scale, parts
+
+    original = AdoptedStage.__init__
+
+    @functools.wraps(original)
+    def init(self: AdoptedStage, *args: Any) -> None:
+        original(self, *args)
+        for single in parts.optimizers(self.optimizer):
+            delattr(single, lr_scale.RATE)
+
+    AdoptedStage.__init__ = init  # type: ignore[method-assign]
+
+
 EXTRAS: dict[str, Callable[[], None]] = {
     **hooks.LOOKS,
     **hooks.SABOTAGE,
     "full-disk": full_disk,
     "mecefo": mecefo,
+    "no-adopted-rate": no_adopted_rate,
     "no-compact": no_compact,
     "no-forget": no_forget,
     "no-forgetting-of-writes": no_forgetting_of_writes,

@@ -180,6 +180,22 @@ def test_two_deaths_at_once_and_a_copy_from_an_adopter(deep_reference: Run, tmp_
 
 
 @pytest.mark.slow
+def test_an_adopter_takes_both_stages_to_another_replica(
+    deep_reference: Run, tmp_path: Path
+) -> None:
+    """Both replicas break between two steps, and together they are one. Its last stage is held by
+    an adopter of the other replica alone, which has nobody to get it from."""
+    adopted = ("kill@2:slot=6:point=backward", "kill@3:slot=7:point=backward")
+    broken = ("kill@5:slot=4:point=optimizer", "kill@5:slot=1:point=optimizer")
+    run = run_with(*adopted, *broken, directory=tmp_path, **PP4)
+    assert run.returncode == 0, run.output[-6000:]
+    assert_faults_fired(run, 4)
+    assert [(e["slot"], e["by_slot"]) for e in run.of_kind("stage_adopted")][2:] == [(6, 4)]
+    assert_same_training(run, deep_reference)
+    assert sorted(digests(tmp_path, 8)) == [0, 2, 4, 6]
+
+
+@pytest.mark.slow
 def test_who_sends_the_state_dies_while_it_is_adopted(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 3, "iters": 8}
     reference = launch("--ft-recover", **sizes)

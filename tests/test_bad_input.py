@@ -88,6 +88,11 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
         "mecefo": (4, flags(*RECOVER, "--ft-mecefo"), None),
         "mecefo's simulation": (1, flags("--ft-mecefo", *DEGRADE, pp=1), None),
         "mecefo alone": (4, flags("--ft-mecefo"), "--ft-mecefo needs --ft-recover"),
+        "mecefo with a norm outside of steps": (
+            4,
+            flags(*RECOVER, "--ft-mecefo", "--log-params-norm"),
+            "leave out --log-params-norm",
+        ),
         "mecefo of one stage": (
             2,
             flags(*RECOVER, "--ft-mecefo", pp=1),

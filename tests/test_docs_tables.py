@@ -40,6 +40,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "dropout": ("--hidden-dropout", "0.1"),
     "bf16, fp16 with loss scaling": ("--bf16",),
+    "`--calculate-per-token-loss`": ("--calculate-per-token-loss",),
+    "`--log-params-norm`": ("--log-params-norm",),
     "`--async-save`": (
         *("--save", "checkpoints", "--save-interval", "4", "--async-save"),
         "--use-persistent-ckpt-worker",

@@ -271,7 +271,9 @@ def test_any_history(job: Job, data: st.DataObject) -> None:
             return
         moves = [a for a in result.actions if isinstance(a, Fill | Rebuild | Adopt)]
         broken = bool(moves) and data.draw(st.integers(0, 3)) == 0
+        held = job.held_of(now.living)
         job.carry_out(now, result, data.draw(st.integers(0, len(moves))) if broken else None)
+        assert held <= job.held_of(job.processes), "the last copy of a stage was dropped"
 
 
 @QUICK

@@ -39,16 +39,17 @@ class Hosting:
 
     Attributes:
         stage: What it runs beside its own stage.
-        unable: Whether it cannot: fp16, or it has tried and failed, as for want of memory.
+        unable: Whether it cannot: it has tried and failed, as for want of memory.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.stage: AdoptedStage | None = None
-        # A loss scaler moves on in each optimizer by itself.
-        self.unable = bool(session.args.fp16)
+        self.unable = False
         self._view: SlotView | None = None
         self._names: view.Names = {}
+        self._kept: list[AdoptedStage] = []
+        """What it has run and holds, while it serves no slot or in a repair."""
         assert session.world is not None
         self.world = session.world
         self.world.host = self._host
@@ -68,9 +69,7 @@ class Hosting:
 
     def held(self) -> frozenset[Shard]:
         """The shards of which this process holds the state beside its own."""
-        if self.stage is None or not self.stage.holds_state:
-            return frozenset()
-        return frozenset({self.world.topology.shard_of(self.stage.slot)})
+        return frozenset(stage.shard for stage in self._all() if stage.holds_state)
 
     # -- repairs ---------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class Hosting:
 
     def _unhost(self, made: Iterable[Any]) -> None:
         groups.forget(made)
-        self._view, self._names = None, {}
+        self._view = None  # names stay: where all who built the stage are dead, others ask for them
 
     def adopt(self, action: Adopt) -> Moved | None:
         """Build what this process adopts, and get its state; None if it is here already.
@@ -92,26 +91,62 @@ class Hosting:
         Raises:
             MPI.Exception: Whoever sends it died.
         """
-        world = self.world
-        if self.stage is not None and self.stage.slot == action.slot and self.stage.holds_state:
-            return None
-        if self.stage is None or self.stage.slot != action.slot:
-            assert self._view is not None and self._view.slot == action.slot
+        world, shard = self.world, self.world.topology.shard_of(action.slot)
+        assert self._view is not None and self._view.slot == action.slot
+        here = self.holding(shard) if action.source_process == world.process else None
+        if self.stage is None or self.stage.view is not self._view:
             try:
                 with world.watch.working():
-                    self.stage = AdoptedStage(self.session, self._view)
+                    built = AdoptedStage(self.session, self._view)
             except Exception:
                 self.unable = True
                 raise
-        with world.watch.waiting():
-            return self.stage.receive(world.comm, world.rank_of(action.source_process))
+            self._keep()
+            self.stage = built
+        if here is None:
+            with world.watch.waiting():
+                return self.stage.receive(world.comm, world.rank_of(action.source_process))
+        if here is not self.stage:
+            self.stage.take(here)
+        return None
+
+    def holding(self, shard: Shard) -> AdoptedStage:
+        """What this process holds of a shard that is not its own."""
+        return next(stage for stage in self._all() if stage.holds_state and stage.shard == shard)
+
+    def _all(self) -> list[AdoptedStage]:
+        return [*([] if self.stage is None else [self.stage]), *self._kept]
+
+    def _keep(self) -> None:
+        """From now on nothing is run beside the own stage; what is held of another one stays."""
+        self._kept = [stage for stage in self._all() if stage.holds_state]
+        self.stage = None
+
+    def outdated(self, committed: int) -> None:
+        """What is held beside the own stage is of no use if others have committed more steps.
+
+        A process of the pool may get its own stage's new state, and would pass for one that holds
+        that of the other one, too.
+        """
+        if committed > self.session.committed:
+            if self.stage is not None:
+                self.stage.holds_state = False
+            if self._kept:
+                self._kept = []
+                gc.collect()
 
     def settle(self) -> None:
-        """After a repair: drop what is another's again, and let the pipeline follow."""
+        """After a repair: drop what is another's again, and let the pipeline follow.
+
+        A process without a slot keeps what it has. If what it sends in this repair does not arrive,
+        or nobody trains for the time being, there may be no other copy.
+        """
         transaction = self.session.transaction
+        if self.stage is not None and self.stage.view is not self._view:
+            self._keep()
         stage = self.stage
-        if stage is not None and stage.slot != self.world.adopted_slot:
-            self.stage = stage = None
+        if self.world.slots and self._kept:
+            self._kept = []
             gc.collect()  # a model and its optimizer hold each other
         if transaction is None:
             return

@@ -88,9 +88,10 @@ class Pair:
     # -- what an optimizer is asked --------------------------------------------------------------
 
     def prepare_grads(self) -> bool:
-        """Whether gradients overflowed, which cannot be: there is no loss scaler."""
-        found = self._own.prepare_grads()
-        return bool(self.adopted.optimizer.prepare_grads() or found)
+        """Whether gradients overflowed the loss scale, anywhere in the replica."""
+        (chunk,) = self.session.model
+        alone = self.session.transaction.alone
+        return step.prepare_grads(self._own, self.adopted.optimizer, chunk, alone)
 
     def count_zeros(self) -> Any:
         """Zeros among the gradients of the replica."""

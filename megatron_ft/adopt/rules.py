@@ -232,8 +232,11 @@ def _hosts(
         process = before.process_of[slot]
         if process is None or process in gone:
             return False
+        if slot not in adopted:
+            return True
         shard = topology.shard_of(slot)
-        return slot not in adopted or process not in unable or shard in holds.get(process, ())
+        # Whom the state has not reached, or who lost it, gets it from another one.
+        return shard in holds.get(process, ()) or (process not in unable and shard in held)
 
     own = [all(stays(s) and s not in adopted for s in slots[pp]) for pp in stages]
     unable_stages = [any(before.process_of[s] in unable for s in slots[pp]) for pp in stages]

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from mpi4py import MPI
 
 from megatron_ft.adopt.view import SlotView
+from megatron_ft.checkfree import lr_scale
 from megatron_ft.rejoin import transfer
 from megatron_ft.rejoin.transfer import Moved
 
@@ -35,11 +36,14 @@ class AdoptedStage:
     def __init__(self, session: Session, view: SlotView) -> None:
         assert session.world is not None
         self.slot = view.slot
+        self.shard = session.world.topology.shard_of(view.slot)
         self.stage = session.world.topology.stage_of(view.slot)
         self.view = view
         self.session = session
         self.holds_state = False
         """Whether its state has come."""
+        self.uncounted = 0
+        """CheckFree: optimizer steps that the Adam of its layers does not count."""
         with _undisturbed(session.args), view.alone(session.world):
             session.args.load = session.args.pretrained_checkpoint = None
             groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -50,6 +54,11 @@ class AdoptedStage:
             if getattr(single, "config", None) is not None:
                 single.config.timers = None
         self._generators = _generators()
+        if session.early.checkfree.enabled:
+            lr_scale.follow(
+                *(session, session.early.checkfree, self.stage, self.optimizer, self.model),
+                lambda: self.uncounted,
+            )
 
     @property
     def bucket_groups(self) -> list[Any]:
@@ -57,33 +66,51 @@ class AdoptedStage:
 
     def receive(self, comm: MPI.Intracomm, rank: int) -> Moved:
         """Take the state from ``rank`` of ``comm``; see ``transfer.receive``."""
-        with self._face() as face:
+        with self.face() as face:
             moved = transfer.receive(face, comm, rank)
-            # A process that has read no data so far does not know how far evaluation has come.
-            self.session.transaction.eval_starts.update(face.transaction.eval_starts)
-        self.holds_state = True
+            self._hear(face)
         return moved
+
+    def take(self, other: AdoptedStage) -> None:
+        """Take the state from another one of this process, of the same shard."""
+        assert other.holds_state and other.shard == self.shard
+        with other.face() as theirs:
+            state = transfer.state_of(theirs)
+        with self.face() as face:
+            transfer.take(face, state)
+            self._hear(face)
+
+    def _hear(self, face: Any) -> None:
+        session = self.session
+        # A process that has read no data so far does not know how far evaluation has come.
+        session.transaction.eval_starts.update(face.transaction.eval_starts)
+        session.grad_squares = face.grad_squares | session.grad_squares
+        self.uncounted = lr_scale.hear(session.args, face.args, self.stage)
+        self.holds_state = True
 
     def send(self, comm: MPI.Intracomm, rank: int) -> Moved:
         """Give the state to ``rank`` of ``comm``; see ``transfer.send``."""
-        with self._face() as face:
+        with self.face() as face:
             return transfer.send(face, comm, rank)
 
     @contextlib.contextmanager
-    def _face(self) -> Iterator[Any]:
+    def face(self) -> Iterator[Any]:
         """What a transfer takes for the session: this stage, with the counters of all."""
         session = self.session
         own = _generators()
         _set_generators(self._generators)
+        args = SimpleNamespace(**vars(session.args))
+        lr_scale.tell(args, self.stage, self.uncounted)
         try:
             yield SimpleNamespace(
                 model=self.model,
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
-                args=SimpleNamespace(**vars(session.args)),
+                args=args,
                 transaction=SimpleNamespace(eval_starts=dict(session.transaction.eval_starts)),
                 committed=session.committed,
                 evaluations=session.evaluations,
+                grad_squares=dict(session.grad_squares),
                 mecefo=session.mecefo,
             )
             self._generators = _generators()

@@ -133,6 +133,46 @@ def grad_norm(transaction: StepTransaction) -> float:
     return float(sum(squares.view(-1).tolist()) ** 0.5)
 
 
+def prepare_grads(own: Any, other: Any, chunk: Any, alone: dist.ProcessGroup) -> bool:
+    """Megatron's ``prepare_grads`` of both optimizers, with one collective for others.
+
+    Whether gradients overflowed the optimizer of each process asks its whole replica, and moves its
+    loss scale on. All scales of a job move alike, so the adopted optimizer's follows the own one's.
+
+    Args:
+        own: Of this process's own stage.
+        other: Of the adopted one.
+        chunk: Of the own stage.
+        alone: The group of this process alone.
+    """
+    both = list(zip(own.chained_optimizers, other.chained_optimizers, strict=True))
+    scaled = [pair for pair in both if getattr(pair[0], "grad_scaler", None) is not None]
+    if not scaled:
+        found = own.prepare_grads()
+        return bool(other.prepare_grads() or found)
+    _follow(scaled)
+    groups = [theirs.get_grad_stats_parallel_group() for _, theirs in both]
+    for _, theirs in both:
+        theirs.grad_stats_parallel_group = alone
+    try:
+        overflowed = other.prepare_grads()
+    finally:
+        for (_, theirs), group in zip(both, groups, strict=True):
+            theirs.grad_stats_parallel_group = group
+    if overflowed:
+        # The step is skipped everywhere once the own optimizer finds this.
+        gradient = next(p.main_grad for p in chunk.parameters() if p.requires_grad)
+        gradient.view(-1)[0] = float("inf")
+    found = own.prepare_grads()
+    _follow(scaled)
+    return bool(found)
+
+
+def _follow(scaled: Sequence[tuple[Any, Any]]) -> None:
+    for mine, theirs in scaled:
+        theirs.grad_scaler.load_state_dict(mine.grad_scaler.state_dict())
+
+
 def count_zeros(own: Any, other: Any) -> Any:
     """Zeros among the gradients of a replica, where this process has two optimizers of it."""
     first = own.chained_optimizers[0]

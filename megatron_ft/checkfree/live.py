@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron_ft.checkfree import lr_scale
 from megatron_ft.checkfree.norms import shard_grad_square
 from megatron_ft.checkfree.rebuild import From, rebuild, send_stage
-from megatron_ft.checkfree.weights import plan_sources
+from megatron_ft.checkfree.weights import norm_of, plan_sources
 from megatron_ft.schedule.executor import Executor
 from megatron_ft.schedule.routes import Route, identity, routes
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_ft.recovery_plan import Rebuild
     from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
+    from megatron_ft.topology import Shard
     from megatron_ft.world.world import Repaired
 
 
@@ -26,9 +26,22 @@ def install(session: Session) -> None:
     """Prepare a process that has built its stage: what a rebuild needs to know of each step."""
     lr_scale.install(session, session.early.checkfree)
     transaction = session.transaction
-    transaction.measure = lambda: shard_grad_square(session.optimizer, session.model)
+    transaction.measure = lambda: measure(session)
     if session.early.checkfree.plus:
         _swap_routes(session)
+
+
+def measure(session: Session) -> dict[Shard, float]:
+    """What the gradient norms need of this process's own stage and of one that it has adopted."""
+    world = session.world
+    assert world is not None and world.label is not None
+    own = world.topology.shard_of(world.label)
+    squares = {own: shard_grad_square(session.optimizer, session.model)}
+    pair = session.transaction.pair
+    if pair is not None:
+        beside = pair.adopted
+        squares[beside.shard] = shard_grad_square(beside.optimizer, beside.model)
+    return squares
 
 
 def _swap_routes(session: Session) -> None:
@@ -69,12 +82,17 @@ def take_part(session: Session, action: Rebuild, repaired: Repaired) -> Moved | 
     processes = [world.assignment.process_of[slot] for slot in action.from_slots]
     comm = world.comm
     if action.process == world.process:
+        told = [
+            (report.facts["committed"], report.facts["grad_squares"])
+            for _, report in sorted(repaired.reports.items())
+        ]
+        stages = [topology.stage_of(slot) for slot in action.from_slots]
         found = plan_sources(
             lost,
-            [topology.stage_of(slot) for slot in action.from_slots],
+            stages,
             topology.pipeline,
             options=session.early.checkfree,
-            norms={topology.stage_of(s): norm_of(session, s, repaired) for s in action.from_slots},
+            norms={stage: norm_of(stage, topology.tensor, told) for stage in stages},
         )
         assert found is not None and len(found) == len(processes), (found, action)
         sources = []
@@ -87,23 +105,3 @@ def take_part(session: Session, action: Rebuild, repaired: Repaired) -> Moved | 
         with world.watch.waiting():
             return send_stage(session, comm, world.rank_of(action.process))
     return None
-
-
-def norm_of(session: Session, slot: int, repaired: Repaired) -> float | None:
-    """The gradient norm of a slot's stage in the last committed step; None before the first.
-
-    Summed over the tensor-parallel peers that serve the stage in the slot's replica.
-    """
-    world = session.world
-    assert world is not None
-    topology, at = world.topology, world.topology.coordinate(slot)
-    total = 0.0
-    for tp in range(topology.tensor):
-        peer = topology.slot(tp=tp, cp=at.cp, pp=at.pp, dp=at.dp)
-        process = world.assignment.process_of[peer]
-        report = repaired.reports.get(process) if process is not None else None
-        square = report.facts["grad_square"] if report is not None else None
-        if square is None:
-            return None
-        total += square
-    return math.sqrt(total)

@@ -77,6 +77,34 @@ def note_rebuilt(session: Session, stage: int, iteration: int) -> None:
     note(session.args, stage, iteration)
 
 
+def tell(args: Any, stage: int, uncounted: int) -> None:
+    """Say in ``args`` what is known of a stage that this process has adopted."""
+    known = record(args)
+    if stage in known:
+        known[stage] = (known[stage][0], uncounted)
+        setattr(args, RECORD, known)
+
+
+def hear(args: Any, told: Any, stage: int) -> int:
+    """Take over when stages were rebuilt from who sent the state of ``stage``, an adopted one.
+
+    What this process knows of its own stage stays.
+
+    Args:
+        args: This process's.
+        told: The sender's.
+
+    Returns:
+        The optimizer steps that the Adam of ``stage`` does not count.
+    """
+    known, heard = record(args), record(told)
+    for other, (at, _) in heard.items():
+        if other not in known or known[other][0] != at:
+            known[other] = (at, 0)
+    setattr(args, RECORD, known)
+    return heard.get(stage, (0, 0))[1]
+
+
 def remember(args: Any, checkpoint_args: Any) -> None:
     """Take over what a checkpoint knows of rebuilt stages; its Adam states count all steps."""
     known = {stage: (at, 0) for stage, (at, _) in record(checkpoint_args).items()}
@@ -166,12 +194,30 @@ def install(session: Session, options: CheckfreeOptions) -> None:
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    follow(
+        *(session, options, stage, session.optimizer, session.model),
+        lambda: record(session.args).get(stage, (0, 0))[1],
+    )
+
+
+def follow(
+    session: Session,
+    options: CheckfreeOptions,
+    stage: int,
+    optimizer: Any,
+    model: Any,
+    uncounted: Callable[[], int],
+) -> None:
+    """Let the layers of a stage have the rate that they have anywhere, from now on.
+
+    Args:
+        stage: This process's own stage, or one that it has adopted; its optimizer and model.
+        uncounted: Optimizer steps that its Adam does not count. When the stage was rebuilt every
+            process knows; these only who holds it.
+    """
 
     def scale() -> float:
         at, _ = record(session.args).get(stage, (None, 0))
         return scale_at(session.committed, at, options)
 
-    def uncounted() -> int:
-        return record(session.args).get(stage, (0, 0))[1]
-
-    attach(session.optimizer, session.model, scale, uncounted)
+    attach(optimizer, model, scale, uncounted)

@@ -55,3 +55,19 @@ def owners(optimizer: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
         for group in single.optimizer.param_groups
         for p in group["params"]
     }
+
+
+@torch.no_grad()
+def destroy(model: Sequence[Any], optimizer: Any) -> None:
+    """Make every weight and every moment of a stage no number, as if its memory were gone."""
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+            master(parameter).data.fill_(float("nan"))
+    for single in optimizers(optimizer):
+        if single.is_stub_optimizer:
+            continue
+        for state in single.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    value.fill_(float("nan"))

@@ -35,7 +35,7 @@ logger = logging.getLogger("megatron_ft.checkfree")
 
 REQUEST_TAG = 7111
 
-_OF_THE_STAGE = ("optimizer", "golden", "rng", "tracker")
+_OF_THE_STAGE = ("optimizer", "golden", "grad_squares", "rng", "tracker")
 """What ``transfer`` sends to a process of the same stage and a neighbour's has no use for."""
 
 
@@ -187,7 +187,12 @@ def _become(
     golden = _golden_of(session, rest["golden"])
     transfer._load(
         session,
-        {**rest["state"], **{key: own[key] for key in _OF_THE_STAGE}, "golden": golden},
+        {
+            **rest["state"],
+            **{key: own[key] for key in _OF_THE_STAGE},
+            "golden": golden,
+            "grad_squares": {},  # its weights are not those that had a gradient
+        },
     )
     setattr(session.args, lr_scale.RECORD, rest["record"])
     uncounted = rest["steps"] if options.optimizer == "reset" else 0

@@ -14,10 +14,15 @@ Stages are counted from 0; the paper counts from 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_ft.checkfree.options import CheckfreeOptions, Weight
+from megatron_ft.topology import Shard
+
+GradSquares = Mapping[Shard, float]
+"""Shard -> its part of the squared gradient norm of its stage's layers, in the last committed step
+of who tells it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,27 @@ def twins_of(stage: int, num_stages: int) -> tuple[int, ...]:
         raise ValueError(f"twins need two stages or more, not {num_stages}")
     pairs = ((0, 1), (num_stages - 2, num_stages - 1))
     return tuple(sorted({s for pair in pairs if stage in pair for s in pair} - {stage}))
+
+
+def norm_of(stage: int, tensor: int, told: Iterable[tuple[int, GradSquares]]) -> float | None:
+    """The gradient norm of a stage in the last committed step; None where nobody knows it.
+
+    A stage that a neighbour had adopted counts like any other, and so does what a process computed
+    that serves it no more: all replicas of a stage have the same gradients.
+
+    Args:
+        tensor: Tensor-parallel parts of a stage.
+        told: Of each living process the last step of which it holds the outcome, and its squares.
+    """
+    living = list(told)
+    last = max((committed for committed, _ in living), default=0)
+    known: dict[Shard, float] = {}
+    for committed, squares in living:
+        if committed == last:
+            known = {**squares, **known}
+    parts = [known.get(Shard(tp, stage)) for tp in range(tensor)]
+    found = [part for part in parts if part is not None]
+    return math.sqrt(sum(found)) if len(found) == tensor else None
 
 
 def strengths(kind: Weight, first: float | None, second: float | None) -> tuple[float, float]:

@@ -171,6 +171,11 @@ def validate(args: Any, *, simulated: bool) -> None:
             "--ft-mecefo does not support context parallelism: leave out --context-parallel-size",
         ),
         (
+            args.log_params_norm and args.ft_recover,
+            "--ft-mecefo lets a process run two stages, and what Megatron sums over each stage's "
+            "replicas outside of a step would wait for it twice: leave out --log-params-norm",
+        ),
+        (
             options.quotas and args.ft_recover_policy != "balanced",
             "--ft-mecefo-quotas is a deal of its own: leave out --ft-recover-policy",
         ),
@@ -178,3 +183,21 @@ def validate(args: Any, *, simulated: bool) -> None:
     for wrong, message in refuse:
         if wrong:
             raise FtArgumentError(message)
+
+
+def nothing_is_adopted(args: Any) -> str | None:
+    """Why no neighbour adopts a stage although ``--ft-mecefo`` is on; None where one would.
+
+    The job runs all the same: a replica that loses a process goes dark.
+
+    Args:
+        args: Megatron's, validated.
+    """
+    if not args.ft_mecefo or not args.ft_recover:
+        return None
+    if args.ft_checkfree_plus:
+        return (
+            "with --ft-checkfree-plus no neighbour adopts a stage: it could run neither swapped "
+            "microbatches nor twins. --ft-checkfree goes with adoption"
+        )
+    return None

@@ -91,8 +91,8 @@ class Membership:
         self.warm: bool = options.ft_spare_warm
         self.spawner = Spawner(options.ft_respawn_limit, self._order)
         checkfree = session.early.checkfree
-        # What CheckFree keeps of a stage, its rate and its norm, an adopter does not keep for two.
-        self.adopts: bool = session.early.mecefo.enabled and not checkfree.enabled
+        # An adopter can run neither swapped routes nor twins.
+        self.adopts: bool = session.early.mecefo.enabled and not checkfree.plus
         self.strategies = Strategies(checkfree=checkfree, adopt=self.adopts, respawn=self.respawn)
         self.desired = len(session.world.ids) if session.world is not None else 0
         """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
@@ -128,7 +128,7 @@ class Membership:
             "finished": self.finished,
             "over": self.session.training_over,
             "exhausted": self.spawner.exhausted,
-            "grad_square": self.session.grad_square,
+            "grad_squares": self.session.grad_squares,
             "pid": self.pid,
             "held": self.held_beside,
             **(self.session.hosting.facts() if self.session.hosting is not None else {}),
@@ -179,6 +179,9 @@ class Membership:
             repaired = self.world.repair(told, called=called)
             called, self.taken_in = True, False
             del self.spawner.failed[: len(failed)]
+            if self.session.hosting is not None:
+                last = max(r.facts["committed"] for r in repaired.reports.values())
+                self.session.hosting.outdated(last)
             self._learn(repaired)
             self.on_repaired(repaired)
             if repaired.plan is None or repaired.plan.stop is not None:

@@ -69,11 +69,18 @@ def give_state(session: Session, moves: Sequence[Move]) -> None:
 
     If a copy comes to nothing, those who serve find that and call all to another repair.
     """
+    from megatron_ft.checkfree import lr_scale
+
     world = session.world
     assert world is not None
     try:
         for move in moves:
-            if not isinstance(move, Rebuild) and move.source_process == world.process:
+            if isinstance(move, Rebuild):
+                # It may hold its own stage's last state and take a slot again without a copy.
+                lr_scale.note_rebuilt(
+                    session, world.topology.stage_of(move.slot), session.committed
+                )
+            elif move.source_process == world.process:
                 copy_state(session, move)
     except MPI.Exception as error:
         if not is_failure(error):
@@ -88,6 +95,8 @@ def _take_or_give(session: Session, move: Move, repaired: Repaired) -> Moved | N
         from megatron_ft.checkfree import live
 
         return live.take_part(session, move, repaired)
+    if isinstance(move, Adopt) and move.process == world.process:
+        return session.hosting.adopt(move)  # also where it holds the state already
     if move.is_copy and world.process in (move.source_process, move.process):
         return copy_state(session, move)
     return None
@@ -99,12 +108,11 @@ def copy_state(session: Session, fill: Fill | Adopt) -> Moved | None:
 
     world = session.world
     assert world is not None
-    if isinstance(fill, Adopt) and fill.process == world.process:
-        return session.hosting.adopt(fill)
     with world.watch.waiting():
         if fill.process == world.process:
             return transfer.receive(session, world.comm, world.rank_of(fill.source_process))
         rank = world.rank_of(fill.process)
-        if world.topology.shard_of(fill.slot) in session.membership.held_beside:
-            return session.hosting.stage.send(world.comm, rank)
+        shard = world.topology.shard_of(fill.slot)
+        if shard in session.membership.held_beside:
+            return session.hosting.holding(shard).send(world.comm, rank)
         return transfer.send(session, world.comm, rank)

@@ -76,6 +76,23 @@ def receive(session: Any, comm: MPI.Intracomm, rank: int) -> Moved:
     return Moved(nbytes, time.monotonic() - started)
 
 
+def state_of(session: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A copy of this process's committed state, for ``take``."""
+    tensors: list[torch.Tensor] = []
+    meta = _strip(_state(session), tensors)
+    return meta, [tensor.clone() for tensor in [*_weights(session), *tensors]]
+
+
+@torch.no_grad()
+def take(session: Any, state: tuple[Any, list[torch.Tensor]]) -> None:
+    """Make a copy by ``state_of`` this process's own; the copy is used up."""
+    meta, tensors = state
+    weights = _weights(session)
+    for weight, value in zip(weights, tensors, strict=False):
+        weight.copy_(value)
+    _load(session, _fill(meta, tensors[len(weights) :]))
+
+
 def _weights(session: Any) -> list[torch.Tensor]:
     """Parameters and buffers of the model, in order, to be written in place."""
     found: list[torch.Tensor] = []
@@ -99,6 +116,7 @@ def _state(session: Any) -> dict[str, Any]:
         "eval_starts": transaction.eval_starts,
         "evaluations": session.evaluations,
         "degraded": None if session.mecefo is None else session.mecefo.said,
+        "grad_squares": dict(session.grad_squares),
         "golden": _golden(session),
         "asked_once": [getattr(o, _ASKED_ONCE, None) for o in _optimizers(session)],
         "rng": torch.get_rng_state(),
@@ -124,6 +142,7 @@ def _load(session: Any, state: dict[str, Any]) -> None:
     session.transaction.eval_starts = dict(state["eval_starts"])
     session.evaluations = state["evaluations"]
     session.committed = state["iteration"]
+    session.grad_squares = dict(state["grad_squares"])
     if session.mecefo is not None:
         session.mecefo.hear(state["degraded"])
     torch.set_rng_state(state["rng"])

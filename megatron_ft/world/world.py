@@ -50,7 +50,8 @@ class Report:
     """The slot for which the groups were made; None for a process without groups."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
-    """The slot that it serves beside its own, and the groups of that one."""
+    """The slot that it serves beside its own, or served last, and the groups of that one. Where all
+    who had built the stage for themselves are dead, they are known from here."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class World:
         """The slot that this process serves beside its own."""
         self.adopted_groups: dict[GroupKey, Group] = {}
         """The groups of that slot. Those in which its own is too share their link."""
+        self.knows_groups_of: tuple[int, tuple[GroupKey, ...]] | None = None
+        """The slot that this process served last beside its own, and the groups of that one."""
         self.provisional: Callable[[Any, Mapping[int, Report]], bool] = lambda plan, reports: False
         """Whether another repair follows at once, so that this one makes no communicators."""
         self.host: Host = _cannot_host
@@ -280,10 +283,7 @@ class World:
         waited = 0.0
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
-            adopted = None
-            if self.adopted_slot is not None:
-                adopted = (self.adopted_slot, tuple(self.adopted_groups))
-            report = Report(self.process, groups, self.label, facts, adopted)
+            report = Report(self.process, groups, self.label, facts, self.knows_groups_of)
             waited -= time.monotonic()
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
@@ -447,6 +447,7 @@ class World:
             if slot is not None:
                 links = {key: outcome.links[key] for key in keys}
                 self.adopted_groups = self.host(slot, links, outcome.reports)
+                self.knows_groups_of = (slot, tuple(keys))
         for key, group in self.adopted_groups.items():
             group.link = outcome.links[key]
 

@@ -87,6 +87,7 @@ class Job:
         self.session = SimpleNamespace(
             args=args, model=model, optimizer=optimizer, scheduler=scheduler, committed=0,
             evaluations=0, transaction=SimpleNamespace(eval_starts={}), mecefo=None,
+            grad_squares={},
         )  # fmt: skip
         lr_scale.install(self.session, self.options)
         return self.session
