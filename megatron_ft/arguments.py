@@ -164,6 +164,11 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
     checkfree_options.add_flags(parser)
     mecefo_options.add_flags(parser)
     add(
+        "--ft-no-mpi-fix",
+        action="store_true",
+        help="leave a known fault of Open MPI 5.0.11 as it is (docs/rejoin.md)",
+    )
+    add(
         "--ft-watch-timeout",
         type=float,
         default=10.0,

@@ -134,9 +134,12 @@ def _connect(job: Job) -> None:
     from megatron_ft.rejoin import priority, spawn
     from megatron_ft.rejoin.newcomer import Newcomer
     from megatron_ft.topology import Topology, initial_assignment
+    from megatron_ft.world import mpi_fix
     from megatron_ft.world.world import World
 
     early, comm = job.early, MPI.COMM_WORLD
+    if early.strategy and not early.options.ft_no_mpi_fix:
+        mpi_fix.install()
     bridge = spawn.parent()
     if bridge is not None:
         priority.lower(early.options.ft_respawn_nice)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mpi4py import MPI
 
@@ -39,10 +39,14 @@ def split_groups(
     process_of: Sequence[int | None],
     mine: Collection[int],
     made: dict[GroupKey, MPI.Intracomm],
+    *,
+    apart: Callable[[tuple[int, ...]], bool] = lambda slots: False,
+    p2p: dict[tuple[int, ...], MPI.Intracomm] | None = None,
 ) -> None:
     """Give each group that needs one a communicator; groups of the same slots share theirs.
 
-    Collective over ``comm``.
+    Collective over ``comm``, and nothing else is waited in: who fails in one frees the others by
+    revoking ``comm``.
 
     Args:
         comm: Holds all processes that serve slots.
@@ -51,19 +55,18 @@ def split_groups(
         mine: The slots of this process. It is placed by the first of them in a group's order.
         made: Filled with the communicators of this process's groups; what there is of them when a
             failure ends this.
+        apart: Whether groups of these slots get a second communicator, for messages.
+        p2p: Filled with those.
     """
-    try:
-        for batch in rounds(keys, process_of):
-            color = batch.color(mine)
-            if color is None:
-                comm.Split(MPI.UNDEFINED, 0)
-                continue
-            slots = batch.parts[color]
-            order = min(slots.index(slot) for slot in mine if slot in slots)
-            one = quiet(comm.Split(color, order))
-            made.update((key, one) for key in sorted(set(keys)) if key.slots == slots)
-    except MPI.Exception:
-        # Whoever waits for this process in one of them must not wait for ever.
-        for one in made.values():
-            revoke(one)
-        raise
+    for batch in rounds(keys, process_of):
+        color = batch.color(mine)
+        slots = batch.parts[color] if color is not None else ()
+        order = min((slots.index(slot) for slot in mine if slot in slots), default=0)
+        one = comm.Split(MPI.UNDEFINED if color is None else color, order)
+        if slots:
+            made.update((key, quiet(one)) for key in sorted(set(keys)) if key.slots == slots)
+        if p2p is not None and any(map(apart, batch.parts)):
+            wants = bool(slots) and apart(slots)
+            two = comm.Split(color if wants else MPI.UNDEFINED, order)
+            if wants:
+                p2p[slots] = quiet(two)

@@ -337,9 +337,6 @@ class World:
         try:
             self._derive(new, outcome, mine)
         except MPI.Exception:
-            # Whoever waits for this process in one of them must not wait for ever.
-            for comm in outcome.comms():
-                revoke(comm)
             outcome.discard()
             raise
         return outcome
@@ -365,14 +362,19 @@ class World:
                 every += keys_of_slot(self.topology, slot, reports)
         outcome.keys = tuple(sorted(set(every)))
         with self.watch.waiting():
-            split_groups(new, outcome.keys, assignment.process_of, mine, outcome.made)
-        p2p: dict[tuple[int, ...], MPI.Intracomm] = {}
+            split_groups(
+                new,
+                outcome.keys,
+                assignment.process_of,
+                mine,
+                outcome.made,
+                apart=self.within_replica,
+                p2p=outcome.p2p,
+            )
         for key, comm in outcome.made.items():
             assert key in ours, f"process {self.process}, slots {mine}: no group {key}"
-            if self.within_replica(key.slots) and key.slots not in p2p:
-                with self.watch.waiting():
-                    p2p[key.slots] = quiet(comm.Dup())
-            links[key] = Link.make(key.slots, assignment.process_of, comm, p2p.get(key.slots))
+            p2p = outcome.p2p.get(key.slots)
+            links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
 
     def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> None:
         """Take a process that ``leader`` has spawned into the world, as one of the pool.
@@ -478,6 +480,8 @@ class _Outcome:
     active: MPI.Comm | None = None
     made: dict[GroupKey, MPI.Intracomm] = field(default_factory=dict)
     """Communicators of this process's groups, a link for each unless a failure came between."""
+    p2p: dict[tuple[int, ...], MPI.Intracomm] = field(default_factory=dict)
+    """For messages within the replica, by slots."""
     links: dict[GroupKey, Link] = field(default_factory=dict)
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
     """The slot that this process serves beside its own, and the groups of that one."""
@@ -486,8 +490,7 @@ class _Outcome:
 
     def comms(self) -> list[MPI.Comm]:
         """All communicators that it made."""
-        p2p = (link.p2p for link in self.links.values())
-        comms = (self.active, *self.made.values(), *p2p)
+        comms = (self.active, *self.made.values(), *self.p2p.values())
         return list({id(comm): comm for comm in comms if comm is not None}.values())
 
     def discard(self) -> None:
