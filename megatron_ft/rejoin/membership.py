@@ -24,7 +24,7 @@ from megatron_ft.rejoin.history import History
 from megatron_ft.rejoin.moving import give_state, move_state, needs_state
 from megatron_ft.rejoin.newcomer import Newcomer
 from megatron_ft.rejoin.refill import Built, processes_of
-from megatron_ft.rejoin.spawn import BOOT_TAG, Order, Spawner
+from megatron_ft.rejoin.spawn import BOOT_TAG, IN_TAG, OUT_TAG, Order, Spawner
 from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.world import Repaired, Report
@@ -190,8 +190,7 @@ class Membership:
             fills = [a for a in moves if not isinstance(a, Adopt)]
             if (coming := coming_in(repaired.plan, repaired.reports)) is not None:
                 # One at a time: the first newcomer takes part in taking in the second.
-                self._admit(*coming)
-                called = False
+                called = not self._admit(*coming)
                 facts = {**facts, "boundary": True}
                 continue
             # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
@@ -338,13 +337,16 @@ class Membership:
             return None
         return newcomer if self.spawner.ready() else None
 
-    def _admit(self, leader: int, newcomer: int) -> None:
+    def _admit(self, leader: int, newcomer: int) -> bool:
+        """Take a process in; whether nobody died meanwhile."""
         bridge = self.spawner.bridge if leader == self.world.process else None
         if bridge is not None:
-            bridge.send(self._boot(), dest=1, tag=BOOT_TAG)
-        self.world.admit(leader, bridge, newcomer)
+            self.spawner.tell(BOOT_TAG, self._boot())
+        is_in = self.world.admit(leader, bridge, newcomer)
         if bridge is not None:
-            self.spawner.taken()
+            self.spawner.tell(IN_TAG if is_in else OUT_TAG, None)
+            self.spawner.part(is_in)
+        return is_in
 
     def _boot(self) -> dict[str, Any]:
         """What a newcomer must know."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mpi4py import MPI
 
 from megatron_ft.rejoin import priority, spawn
+from megatron_ft.rejoin.building import Meanwhile
 
 if TYPE_CHECKING:
     from megatron_ft.rejoin.membership import Membership
@@ -50,14 +51,31 @@ class Newcomer:
         priority.restore()
         try:
             boot = spawn.wait_for_boot(self.bridge, BOOT_PATIENCE_S)
+            # If somebody dies meanwhile, this process may not hear of it where it waits.
+            out = Meanwhile(self._leave_if_out)
+            joined = world.join(
+                self.bridge,
+                boot["ids"],
+                boot["assignment"],
+                lambda: spawn.wait_until_in(self.bridge, BOOT_PATIENCE_S),
+            )
+            out.stop()
         except spawn.NotWanted as why:
             _leave(why)
-        world.join(self.bridge, boot["ids"], boot["assignment"])
+        if not joined:
+            _leave(spawn.NotWanted("somebody died while it was taken in"))
         self.bridge.Free()
         membership.history = boot["history"]
         membership.desired, membership.full = boot["desired"], boot["full"]
         session.barred_said = set(membership.history.barred)
         _first_repair(membership)
+
+    def _leave_if_out(self) -> None:
+        try:
+            if spawn.is_out(self.bridge):
+                raise spawn.NotWanted("somebody died while it was taken in")
+        except spawn.NotWanted as why:
+            _leave(why)
 
 
 def _first_repair(membership: Membership) -> None:
@@ -65,6 +83,6 @@ def _first_repair(membership: Membership) -> None:
     membership.take_part({"boundary": True})
 
 
-def _leave(why: Exception) -> None:
+def _leave(why: Exception) -> NoReturn:
     print(f"megatron_ft: a process that was started leaves: {why}", flush=True)
     os._exit(0)

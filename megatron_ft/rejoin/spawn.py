@@ -24,7 +24,7 @@ from megatron_ft.world.errors import is_failure
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
-HELLO_TAG, BOOT_TAG = 7201, 7202
+HELLO_TAG, BOOT_TAG, IN_TAG, OUT_TAG = 7201, 7202, 7206, 7207
 HELLO_PATIENCE_S = 5.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
 
@@ -126,22 +126,27 @@ class Spawner:
             self._forget(failed=True)
             return False
 
-    def discard(self) -> None:
-        """Send the process at the bridge away: another one has come with its id."""
+    def tell(self, tag: int, what: object) -> None:
+        """Send something to the process at the bridge; if it has died, that is found out later."""
         assert self.bridge is not None
         try:
-            self.bridge.send(None, dest=1, tag=BOOT_TAG)
+            self.bridge.send(what, dest=1, tag=tag)
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
+
+    def part(self, is_in: bool) -> None:
+        """The process at the bridge is one of the world now, or could not be taken in."""
+        assert self.bridge is not None
+        if is_in:
+            self.bridge.Free()
+            self._backoff = 0.0
         self._forget(failed=False)
 
-    def taken(self) -> None:
-        """The process at the bridge is one of the world now."""
-        assert self.bridge is not None
-        self.bridge.Free()
-        self.bridge = self.order = None
-        self._backoff = 0.0
+    def discard(self) -> None:
+        """Send the process at the bridge away: another one has come with its id."""
+        self.tell(BOOT_TAG, None)
+        self.part(False)
 
     def _forget(self, *, failed: bool) -> None:
         if failed and self.order is not None and self.order.slot is not None:
@@ -217,6 +222,27 @@ def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
     if boot is None:
         raise NotWanted("another process has come in its place")
     return boot
+
+
+def wait_until_in(bridge: MPI.Intracomm, patience_s: float) -> bool:
+    """Wait until the parent says that all have taken this process in; True.
+
+    Raises:
+        NotWanted: The parent is gone.
+    """
+    with _or_leave():
+        _first(bridge, (IN_TAG,), patience_s)
+    return True
+
+
+def is_out(bridge: MPI.Intracomm) -> bool:
+    """Whether the parent has said that this process could not be taken in.
+
+    Raises:
+        NotWanted: The parent is gone.
+    """
+    with _or_leave():
+        return bridge.Iprobe(source=0, tag=OUT_TAG)
 
 
 def _first(bridge: MPI.Intracomm, tags: tuple[int, ...], patience_s: float) -> tuple[int, Any]:

@@ -376,46 +376,66 @@ class World:
             p2p = outcome.p2p.get(key.slots)
             links[key] = Link.make(key.slots, assignment.process_of, comm, p2p)
 
-    def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> None:
+    def admit(self, leader: int, bridge: MPI.Intracomm | None, newcomer: int) -> bool:
         """Take a process that ``leader`` has spawned into the world, as one of the pool.
 
-        Collective over the world, right after a repair; the new process calls ``join``. Open MPI
-        5.0 has a window of a few milliseconds here in which a death ends the survivors too.
+        Collective over the world, right after a repair; the new process calls ``join``.
 
         Args:
             leader: The process that spawned it.
             bridge: On the leader, what connects it with the new process.
             newcomer: The id of the new process.
+
+        Returns:
+            Whether it is in, the same on every process. If not, somebody has died: what follows is
+            a repair, and ``leader`` must tell the new process.
         """
         assert newcomer >= self.next_process
         started = time.monotonic()
-        peer = bridge if bridge is not None else MPI.COMM_SELF
         with self.watch.waiting():
-            inter = self.comm.Create_intercomm(self.rank_of(leader), peer, 1, tag=_BRIDGE_TAG)
-            self._replace_by(_had_by_all(inter.Merge(False)))
-            inter.Free()
+            merged = _merged(self.comm, self.rank_of(leader), bridge or MPI.COMM_SELF, 1, False)
+            # On the old world: whoever has come this far hears what became of the others.
+            held = _agree(self.comm, merged is not None)
+        if not held:
+            free(merged)
+            return False
+        assert merged is not None
+        self._replace_by(merged)
         self._joined[newcomer] = time.monotonic() - started
         self.next_process = newcomer + 1
         self.ids = [*self.ids, newcomer]
         self.assignment = self.assignment.joined([newcomer])
+        return True
 
-    def join(self, bridge: MPI.Intracomm, ids: Iterable[int], assignment: Assignment) -> None:
+    def join(
+        self,
+        bridge: MPI.Intracomm,
+        ids: Iterable[int],
+        assignment: Assignment,
+        is_in: Callable[[], bool],
+    ) -> bool:
         """The new process's side of ``admit``.
 
         Args:
             bridge: Connects it with the process that spawned it.
             ids: Process id of each rank of the world that takes it in.
             assignment: Who serves the slots there.
+            is_in: Waits until that process says whether all the others have taken it in.
+
+        Returns:
+            Whether they have.
         """
         started = time.monotonic()
-        inter = MPI.COMM_SELF.Create_intercomm(0, bridge, 0, tag=_BRIDGE_TAG)
-        self._replace_by(_had_by_all(inter.Merge(True)))
-        inter.Free()
+        merged = _merged(MPI.COMM_SELF, 0, bridge, 0, True)
+        if merged is None or not is_in():
+            return False
+        self._replace_by(merged)
         self._joined[self.process] = time.monotonic() - started
         self.next_process = self.process + 1
         self.ids = [*ids, self.process]
         self.assignment = assignment.joined([self.process])
         assert self.ids[self.comm.rank] == self.process
+        return True
 
     def _replace_by(self, merged: MPI.Intracomm) -> None:
         old, self.comm = self.comm, merged
@@ -544,15 +564,35 @@ def _cannot_host(slot: int, links: Any, reports: Any) -> dict[GroupKey, Group]:
     raise AssertionError(f"slot {slot} is adopted, and nobody can make its groups")
 
 
-def _had_by_all(merged: MPI.Intracomm) -> MPI.Intracomm:
-    """Wait until all have the communicator: a revocation that overtakes its making is fatal.
+def _merged(
+    comm: MPI.Intracomm, leader: int, peer: MPI.Intracomm, remote: int, high: bool
+) -> MPI.Intracomm | None:
+    """``comm`` and the other side's in one, once all have it; None if somebody has died.
 
-    Open MPI 5.0.11 follows a null pointer then, in ompi_comm_revoke_local. For the same reason
-    nobody revokes it himself within ``_SETTLE_S``.
+    Args:
+        leader: Rank in ``comm`` of the process that is on the bridge.
+        peer: On that one, the bridge.
+        remote: Rank on the bridge of the other side's.
+        high: Whether this side's ranks come last.
     """
-    quiet(merged)
-    merged.Agree(1)
-    merged.Barrier()
+    inter: MPI.Intercomm | None = None
+    merged: MPI.Intracomm | None = None
+    try:
+        inter = quiet(comm.Create_intercomm(leader, peer, remote, tag=_BRIDGE_TAG))
+        merged = quiet(inter.Merge(high))
+        # A revocation that overtakes its making is lost; so nobody revokes it himself within
+        # ``_SETTLE_S``.
+        merged.Agree(1)
+        merged.Barrier()
+        inter.Free()
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        for one in (inter, merged):
+            if one is not None:
+                revoke(one)  # who waits in it for this process must not wait for ever
+                free(one)
+        return None
     return merged
 
 
