@@ -30,6 +30,8 @@ EXISTS_S = 0.5
 """Between two looks whether the process still exists."""
 START_PATIENCE_S = 300.0
 """For a process that cannot be looked at, because it is on another host."""
+PREPARE_PATIENCE_S = 1800.0
+"""For its imports, and for Megatron's set-up of a large model."""
 
 _numbers = itertools.count()
 
@@ -70,7 +72,7 @@ class Attempt:
         threading.Thread(target=self._look, name="ft-spawn-look", daemon=True).start()
         try:
             bridge = self._spawn()
-        except MPI.Exception as error:
+        except (MPI.Exception, TimeoutError) as error:
             logger.warning("a process could not be started: %s", error)
             self._end(None)
         else:
@@ -123,6 +125,9 @@ class Attempt:
 
 
 def _await(bridge: MPI.Intracomm, tag: int) -> None:
+    end = time.monotonic() + PREPARE_PATIENCE_S
     while not bridge.Iprobe(source=1, tag=tag):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing was heard of it for {PREPARE_PATIENCE_S:g} s")
         time.sleep(LOOK_S)
     bridge.recv(source=1, tag=tag)
