@@ -132,7 +132,7 @@ def _connect(job: Job) -> None:
     from mpi4py import MPI
 
     from megatron_ft.rejoin import priority, spawn
-    from megatron_ft.rejoin.newcomer import Newcomer
+    from megatron_ft.rejoin.newcomer import Newcomer, leave
     from megatron_ft.topology import Topology, initial_assignment
     from megatron_ft.world import mpi_fix
     from megatron_ft.world.world import World
@@ -140,7 +140,10 @@ def _connect(job: Job) -> None:
     early, comm = job.early, MPI.COMM_WORLD
     if early.strategy and not early.options.ft_no_mpi_fix:
         mpi_fix.install()
-    bridge = spawn.parent()
+    try:
+        bridge = spawn.parent()
+    except spawn.NotWanted as why:
+        leave(why)
     if bridge is not None:
         priority.lower(early.options.ft_respawn_nice)
         _import_everything()
@@ -354,6 +357,8 @@ def _watch(job: Job) -> Any:
     """Fencing between the processes of this host; only where a strategy is on."""
     if job.early.strategy is None:
         return None
+    from megatron_ft.rejoin.newcomer import leave
+    from megatron_ft.rejoin.spawn import NotWanted
     from megatron_ft.world.watch import Timeouts, Watch
 
     options, world = job.early.options, job.world
@@ -372,9 +377,9 @@ def _watch(job: Job) -> Any:
             path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True)
         )
     except FileNotFoundError:
-        if newcomer is not None:
-            newcomer.look_back()  # the file is out of reach when its parent has died
-        raise
+        if newcomer is None:
+            raise
+        leave(NotWanted("the process that started this one has died"))  # and its file is gone
     world.watch = watch
     watch.start()
     if newcomer is None:

@@ -72,8 +72,8 @@ class Attempt:
         threading.Thread(target=self._look, name="ft-spawn-look", daemon=True).start()
         try:
             bridge = self._spawn()
-        except (MPI.Exception, TimeoutError) as error:
-            logger.warning("a process could not be started: %s", error)
+        except Exception:  # whatever it is, the next one can still be started
+            logger.warning("a process could not be started", exc_info=True)
             self._end(None)
         else:
             self._end(bridge)
@@ -89,6 +89,9 @@ class Attempt:
         inter.Free()
         # It imports for seconds, and builds; until it has said that it is ready, nobody asks it.
         _await(bridge, HERE_TAG)
+        with self._lock:
+            if self._claimed:
+                raise TimeoutError("it came after it had been given up")
         bridge.send(self._order(), dest=1, tag=ORDER_TAG)
         _await(bridge, READY_TAG)
         return bridge

@@ -89,7 +89,7 @@ class Membership:
             self.world.provisional = lambda plan, reports: coming_in(plan, reports) is not None
         self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
-        self.spawner = Spawner(options.ft_respawn_limit, self._order)
+        self.spawner = Spawner(options.ft_respawn_limit, self._reserve, self._order)
         checkfree = session.early.checkfree
         # An adopter can run neither swapped routes nor twins.
         self.adopts: bool = session.early.mecefo.enabled and not checkfree.plus
@@ -104,12 +104,12 @@ class Membership:
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
         self._gave_up = False
-        self._wanted: dict[int, int] = {}
+        self.wanted: dict[int, int] = {}
         """Pool process -> the slot that the last repair asked it to build for."""
         self._next_slot: int | None = None
         """For which slot a process that is started now should build."""
         self._reserved = -1
-        """The last id that was given to a process before it was taken in."""
+        """The last id that anybody is known to have kept for a process that he has started."""
         self._meanwhile: Meanwhile | None = None
 
     # -- what the others are told ----------------------------------------------------------------
@@ -128,6 +128,7 @@ class Membership:
             "finished": self.finished,
             "over": self.session.training_over,
             "exhausted": self.spawner.exhausted,
+            "reserved": self._reserved,
             "grad_squares": self.session.grad_squares,
             "pid": self.pid,
             "held": self.held_beside,
@@ -219,13 +220,15 @@ class Membership:
         asked = self._follow_orders(repaired)
         begun = {
             # Who told nothing may have begun after the last repair, which asked it to.
-            p: self._wanted.get(p) if (slot := report.facts["building"]) is None else slot
+            p: self.wanted.get(p) if (slot := report.facts["building"]) is None else slot
             for p, report in self.others.items()
         }
         self.history.count_failures(repaired.dead, living, begun)
         for report in repaired.reports.values():
             self.history.count_unborn(report.facts["failed"])
         self.others = dict(repaired.reports)
+        reserved = (report.facts["reserved"] for report in repaired.reports.values())
+        self._reserved = max(self._reserved, *reserved)
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
             return
@@ -233,7 +236,7 @@ class Membership:
         left = self.history.left
         self.ready = planner.ready_of(living, set(assignment.pool) - left)
         wanted = planner.builders(topology, assignment, living, self.closed, left, warm=self.warm)
-        self._wanted = wanted
+        self.wanted = wanted
         self._next_slot = self._slot_for_next(living)
         self.target = wanted.get(self.world.process)
         if not self.world.slots:
@@ -309,11 +312,11 @@ class Membership:
         chosen = planner.builders(world.topology, assignment, told, self.closed, left, warm=warm)
         return chosen.get(world.next_process)
 
-    def _order(self) -> Order:
+    def _order(self, process: int) -> Order:
         """What a process that was started for this one prepares; called from a thread."""
         session = self.session
         return Order(
-            process=self._reserve(),
+            process=process,
             slot=self._next_slot,
             topology=self.world.topology,
             iteration=session.iteration,
@@ -322,7 +325,7 @@ class Membership:
         )
 
     def _reserve(self) -> int:
-        """An id that no other process that this one starts gets, whatever becomes of the first."""
+        """An id that no other process gets, whatever becomes of the one that it is for."""
         self._reserved = max(self._reserved + 1, self.world.next_process)
         return self._reserved
 
@@ -355,6 +358,8 @@ class Membership:
             "ids": world.ids,
             "assignment": world.assignment,
             "history": self.history,
+            "others": self.others,
+            "wanted": self.wanted,
             "desired": self.desired,
             "full": self.full,
         }
@@ -364,8 +369,10 @@ class Membership:
     def wants_boundary(self) -> bool:
         """Whether the elected process knows a reason for a repair without a failure."""
         world = self.world
-        if self.spawner.bridge is not None and self._has_room():
-            return True
+        if self.spawner.bridge is not None:
+            if self._has_room():
+                return True
+            self.spawner.discard()  # others came in its place
         if world.process != world.elected:
             return False
         self._hear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from megatron_ft.rejoin.membership import Membership
     from megatron_ft.session import Session
 
-IMPORT_PATIENCE_S = BOOT_PATIENCE_S = 600.0
+IMPORT_PATIENCE_S = 600.0
+BOOT_PATIENCE_S = math.inf
+"""Evaluations and checkpoints come before it, and may take as long as they like."""
 
 
 class Newcomer:
@@ -35,14 +38,14 @@ class Newcomer:
         try:
             return cls(bridge, spawn.wait_for_order(bridge, IMPORT_PATIENCE_S))
         except spawn.NotWanted as why:
-            _leave(why)
+            leave(why)
 
     def look_back(self) -> None:
         """Leave if there is nobody any more for whom to prepare."""
         try:
             spawn.parent_lives(self.bridge)
         except spawn.NotWanted as why:
-            _leave(why)
+            leave(why)
 
     def enter(self, session: Session) -> None:
         """Wait until the others take this process in, and take part in the repair that does it."""
@@ -61,11 +64,13 @@ class Newcomer:
             )
             out.stop()
         except spawn.NotWanted as why:
-            _leave(why)
+            leave(why)
         if not joined:
-            _leave(spawn.NotWanted("somebody died while it was taken in"))
+            leave(spawn.NotWanted("somebody died while it was taken in"))
         self.bridge.Free()
+        # From here on it must draw the same conclusions as everybody else.
         membership.history = boot["history"]
+        membership.others, membership.wanted = boot["others"], boot["wanted"]
         membership.desired, membership.full = boot["desired"], boot["full"]
         session.barred_said = set(membership.history.barred)
         _first_repair(membership)
@@ -75,7 +80,7 @@ class Newcomer:
             if spawn.is_out(self.bridge):
                 raise spawn.NotWanted("somebody died while it was taken in")
         except spawn.NotWanted as why:
-            _leave(why)
+            leave(why)
 
 
 def _first_repair(membership: Membership) -> None:
@@ -83,6 +88,7 @@ def _first_repair(membership: Membership) -> None:
     membership.take_part({"boundary": True})
 
 
-def _leave(why: Exception) -> NoReturn:
+def leave(why: Exception) -> NoReturn:
+    """End this process, for which there is no use; nobody takes that for a failure of the job."""
     print(f"megatron_ft: a process that was started leaves: {why}", flush=True)
     os._exit(0)

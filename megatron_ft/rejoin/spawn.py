@@ -9,6 +9,7 @@ else needs to know.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -54,15 +55,19 @@ class Spawner:
 
     Args:
         limit: How many at the most in the life of this process's job.
-        order: Called from a thread when a new process has imported.
+        reserve: Gives the id of a process that is about to be started.
+        order: From that id to what it prepares; called from a thread when it has imported.
     """
 
-    def __init__(self, limit: int, order: Callable[[], Order]) -> None:
+    def __init__(
+        self, limit: int, reserve: Callable[[], int], order: Callable[[int], Order]
+    ) -> None:
         self.limit = limit
         self.order: Order | None = None
         """Of the process that prepares itself or waits to be taken in."""
         self.failed: list[int] = []
         """Slots for which one died while it built; emptied by who has told the others."""
+        self._reserve = reserve
         self._make_order = order
         self.started = 0
         self.bridge: MPI.Intracomm | None = None
@@ -85,7 +90,8 @@ class Spawner:
 
     def want(self, count: int) -> None:
         """From the next ``go_on``, ``count`` processes are to be on their way."""
-        room = self.limit - self.started
+        # One that is being started is counted in both.
+        room = self.limit - self.started - max(0, self._wanted - self._busy)
         missing = min(count - self.pending, room)
         if count > self.pending and room <= 0 and not self._said:
             self._said = True
@@ -157,12 +163,15 @@ class Spawner:
 
     def go_on(self) -> None:
         """Start the next process that is wanted; not in a repair, which it would slow down."""
-        if self._wanted and self.bridge is None and not self._busy:
+        room = self.started < self.limit
+        if self._wanted and room and self.bridge is None and not self._busy:
             self.started += 1
-            self._attempt = Attempt(self._backoff, self._give_order, self._ended)
+            process = self._reserve()
+            give = functools.partial(self._give_order, process)
+            self._attempt = Attempt(self._backoff, give, self._ended)
 
-    def _give_order(self) -> Order:
-        self.order = self._make_order()
+    def _give_order(self, process: int) -> Order:
+        self.order = self._make_order(process)
         return self.order
 
     def _ended(self, bridge: MPI.Intracomm | None) -> None:
@@ -174,13 +183,18 @@ class Spawner:
 
 
 def parent() -> MPI.Intracomm | None:
-    """In a spawned process, the bridge to the one that spawned it; None in any other."""
+    """In a spawned process, the bridge to the one that spawned it; None in any other.
+
+    Raises:
+        NotWanted: The parent is gone.
+    """
     inter = MPI.Comm.Get_parent()
     if inter == MPI.COMM_NULL:
         return None
     quiet(inter)
-    bridge = quiet(inter.Merge(True))
-    inter.Free()
+    with _or_leave():
+        bridge = quiet(inter.Merge(True))
+        inter.Free()
     return bridge
 
 

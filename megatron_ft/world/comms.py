@@ -18,7 +18,7 @@ def quiet(comm: MPI.Comm) -> MPI.Comm:
 
 def revoke(comm: MPI.Comm) -> None:
     """Free everyone who waits in ``comm``; once is enough and twice does no harm."""
-    if not comm.Is_revoked():
+    if comm != MPI.COMM_NULL and not comm.Is_revoked():
         comm.Revoke()
 
 

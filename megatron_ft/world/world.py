@@ -588,9 +588,13 @@ def _merged(
     except MPI.Exception as error:
         if not is_failure(error):
             raise
+        # Who waits for this process must not wait for ever. Of the newcomer's death only the leader
+        # hears, and the others wait for the leader in ``comm``: a repair follows in any case.
+        if comm.size > 1:
+            revoke(comm)
         for one in (inter, merged):
             if one is not None:
-                revoke(one)  # who waits in it for this process must not wait for ever
+                revoke(one)
                 free(one)
         return None
     return merged

@@ -44,7 +44,7 @@ def main() -> None:
         run_dir="",
         watch=None,
     )
-    spawner = Spawner(10, lambda: order)
+    spawner = Spawner(10, lambda: 1, lambda process: order)
     end = time.monotonic() + (60 if look else 10)
     while not spawner.ready() and time.monotonic() < end:
         spawner.want(1)
