@@ -278,6 +278,8 @@ class StepTransaction:
         if training:
             assert self._scalers is not None
             self._scalers.restore()  # first, for this process may send its state in the repair
+            if self.pair is not None:
+                self.pair.follow_scales()
         repaired = self.repair(
             f"attempt of step {self.iteration}",
             {"done": broken.pipeline_done, "replica": self.replica, "training": training},

@@ -30,6 +30,9 @@ from megatron_ft.checkfree.options import (
     validate,
 )
 from megatron_ft.checkfree.weights import Source, plan_sources, strengths, twins_of
+from megatron_ft.recovery_plan import Rebuild
+from megatron_ft.rejoin.moving import give_state
+from megatron_ft.topology import Topology
 from megatron_ft.validation import FtArgumentError
 
 PLAIN = CheckfreeOptions(enabled=True)
@@ -436,3 +439,15 @@ def test_four_stages(tmp_path: Path) -> None:
     flags = ("--num-layers", "4", "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
     seen = on_ranks(tmp_path, "same_start,equal_twins,unequal_without", *flags, pp=4)
     judge_twins(seen, 4, 1)
+
+
+def test_a_spare_that_has_built_nothing_takes_part_in_a_rebuild() -> None:
+    """It notes nothing of it: what there is to note comes with the state that it gets one day."""
+    topology = Topology(tensor=1, pipeline=3, data=1)
+    session: Any = SimpleNamespace(
+        world=SimpleNamespace(topology=topology, process=4), args=None, committed=0
+    )
+    give_state(session, [Rebuild(1, 3, (0, 2))])
+    session.args = SimpleNamespace()
+    give_state(session, [Rebuild(1, 3, (0, 2))])
+    assert set(lr_scale.record(session.args)) == {1}, "one that has built remembers the stage"

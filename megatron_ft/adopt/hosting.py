@@ -64,6 +64,8 @@ class Hosting:
             "held": self.held(),
             "unable": self.unable,
             "names": view.names() if built else {},
+            # A repair that begins again may have given it another one meanwhile.
+            "names_of": self.world.label,
             "adopted_names": self._names,
         }
 
@@ -184,7 +186,7 @@ class Hosting:
 def _names_of(topology: Any, slot: int, reports: Mapping[int, Report]) -> view.Names:
     at = topology.coordinate(slot)
     for _, report in sorted(reports.items()):
-        known = [(report.label, report.facts.get("names"))]
+        known = [(report.facts.get("names_of"), report.facts.get("names"))]
         if report.adopted is not None:
             known.append((report.adopted[0], report.facts.get("adopted_names")))
         for label, names in known:

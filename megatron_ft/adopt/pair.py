@@ -54,6 +54,10 @@ class Pair:
     def _own(self) -> Any:
         return self.session.optimizer
 
+    def follow_scales(self) -> None:
+        """The adopted optimizer's loss scales are the own one's, where there are any."""
+        step.follow_scales(self._own, self.adopted.optimizer)
+
     # -- passes ----------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:

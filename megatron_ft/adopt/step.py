@@ -150,7 +150,7 @@ def prepare_grads(own: Any, other: Any, chunk: Any, alone: dist.ProcessGroup) ->
     if not scaled:
         found = own.prepare_grads()
         return bool(other.prepare_grads() or found)
-    _follow(scaled)
+    follow_scales(own, other)
     groups = [theirs.get_grad_stats_parallel_group() for _, theirs in both]
     for _, theirs in both:
         theirs.grad_stats_parallel_group = alone
@@ -164,13 +164,15 @@ def prepare_grads(own: Any, other: Any, chunk: Any, alone: dist.ProcessGroup) ->
         gradient = next(p.main_grad for p in chunk.parameters() if p.requires_grad)
         gradient.view(-1)[0] = float("inf")
     found = own.prepare_grads()
-    _follow(scaled)
+    follow_scales(own, other)
     return bool(found)
 
 
-def _follow(scaled: Sequence[tuple[Any, Any]]) -> None:
-    for mine, theirs in scaled:
-        theirs.grad_scaler.load_state_dict(mine.grad_scaler.state_dict())
+def follow_scales(own: Any, other: Any) -> None:
+    """Give the adopted optimizer the loss scales of the own one, if it has any."""
+    for mine, theirs in zip(own.chained_optimizers, other.chained_optimizers, strict=True):
+        if getattr(mine, "grad_scaler", None) is not None:
+            theirs.grad_scaler.load_state_dict(mine.grad_scaler.state_dict())
 
 
 def count_zeros(own: Any, other: Any) -> Any:

@@ -76,6 +76,8 @@ def give_state(session: Session, moves: Sequence[Move]) -> None:
     try:
         for move in moves:
             if isinstance(move, Rebuild):
+                if session.args is None:
+                    continue  # it has built nothing, and what is noted comes with its state
                 # It may hold its own stage's last state and take a slot again without a copy.
                 lr_scale.note_rebuilt(
                     session, world.topology.stage_of(move.slot), session.committed
