@@ -335,9 +335,6 @@ class Membership:
             return None
         assert self.spawner.order is not None
         newcomer = self.spawner.order.process
-        if newcomer < self.world.next_process:
-            self.spawner.discard()
-            return None
         return newcomer if self.spawner.ready() else None
 
     def _admit(self, leader: int, newcomer: int) -> bool:
@@ -348,7 +345,7 @@ class Membership:
         is_in = self.world.admit(leader, bridge, newcomer)
         if bridge is not None:
             self.spawner.tell(IN_TAG if is_in else OUT_TAG, None)
-            self.spawner.part(is_in)
+            self.spawner.parted(is_in)
         return is_in
 
     def _boot(self) -> dict[str, Any]:
@@ -357,6 +354,7 @@ class Membership:
         return {
             "ids": world.ids,
             "assignment": world.assignment,
+            "next_process": world.next_process,
             "history": self.history,
             "others": self.others,
             "wanted": self.wanted,

@@ -12,7 +12,6 @@ from megatron_ft.rejoin import priority, spawn
 from megatron_ft.rejoin.building import Meanwhile
 
 if TYPE_CHECKING:
-    from megatron_ft.rejoin.membership import Membership
     from megatron_ft.session import Session
 
 IMPORT_PATIENCE_S = 600.0
@@ -60,6 +59,7 @@ class Newcomer:
                 self.bridge,
                 boot["ids"],
                 boot["assignment"],
+                boot["next_process"],
                 lambda: spawn.wait_until_in(self.bridge, BOOT_PATIENCE_S),
             )
             out.stop()
@@ -73,7 +73,8 @@ class Newcomer:
         membership.others, membership.wanted = boot["others"], boot["wanted"]
         membership.desired, membership.full = boot["desired"], boot["full"]
         session.barred_said = set(membership.history.barred)
-        _first_repair(membership)
+        membership.taken_in, membership.newcomer = True, None
+        membership.take_part({"boundary": True})
 
     def _leave_if_out(self) -> None:
         try:
@@ -81,11 +82,6 @@ class Newcomer:
                 raise spawn.NotWanted("somebody died while it was taken in")
         except spawn.NotWanted as why:
             leave(why)
-
-
-def _first_repair(membership: Membership) -> None:
-    membership.taken_in, membership.newcomer = True, None
-    membership.take_part({"boundary": True})
 
 
 def leave(why: Exception) -> NoReturn:

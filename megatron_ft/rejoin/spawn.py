@@ -39,7 +39,7 @@ class Order:
     """What a new process prepares, outside of the world."""
 
     process: int
-    """Its id, if it is taken in before another one of that id."""
+    """The id that is kept for it."""
     slot: int | None
     """The slot for which it builds; None if for none."""
     topology: Topology
@@ -120,7 +120,7 @@ class Spawner:
             while not self.bridge.Iprobe(source=1, tag=HELLO_TAG):
                 if time.monotonic() > end:
                     logger.warning("a process that was started does not answer: given up")
-                    self._forget(failed=True)
+                    self._forget()
                     return False
                 time.sleep(0.001)
             self.bridge.recv(source=1, tag=HELLO_TAG)
@@ -129,7 +129,7 @@ class Spawner:
             if not is_failure(error):
                 raise
             logger.warning("a process that was started died before it was taken in")
-            self._forget(failed=True)
+            self._forget()
             return False
 
     def tell(self, tag: int, what: object) -> None:
@@ -141,25 +141,30 @@ class Spawner:
             if not is_failure(error):
                 raise
 
-    def part(self, is_in: bool) -> None:
+    def parted(self, is_in: bool) -> None:
         """The process at the bridge is one of the world now, or could not be taken in."""
         assert self.bridge is not None
         if is_in:
             self.bridge.Free()
             self._backoff = 0.0
-        self._forget(failed=False)
+        else:  # whoever died: if it is this one each time, it is not started again at once
+            self._back_off()
+        self.bridge = self.order = None
 
     def discard(self) -> None:
-        """Send the process at the bridge away: another one has come with its id."""
+        """Send the process at the bridge away: others have come in its place."""
         self.tell(BOOT_TAG, None)
-        self.part(False)
+        self.bridge = self.order = None
 
-    def _forget(self, *, failed: bool) -> None:
-        if failed and self.order is not None and self.order.slot is not None:
+    def _forget(self) -> None:
+        """The process that was on its way, or at the bridge, has come to nothing."""
+        if self.order is not None and self.order.slot is not None:
             self.failed.append(self.order.slot)
         self.bridge = self.order = None
-        if failed:
-            self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+        self._back_off()
+
+    def _back_off(self) -> None:
+        self._backoff = min(max(2 * self._backoff, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
     def go_on(self) -> None:
         """Start the next process that is wanted; not in a repair, which it would slow down."""
@@ -176,7 +181,7 @@ class Spawner:
 
     def _ended(self, bridge: MPI.Intracomm | None) -> None:
         if bridge is None:
-            self._forget(failed=True)
+            self._forget()
         # In this order: who looks in between must not miss one.
         self.bridge = bridge
         self._one_less()
@@ -234,7 +239,7 @@ def wait_for_boot(bridge: MPI.Intracomm, patience_s: float) -> Any:
                 break
             bridge.send(None, dest=0, tag=HELLO_TAG)
     if boot is None:
-        raise NotWanted("another process has come in its place")
+        raise NotWanted("others have come in its place")
     return boot
 
 

@@ -390,7 +390,7 @@ class World:
             Whether it is in, the same on every process. If not, somebody has died: what follows is
             a repair, and ``leader`` must tell the new process.
         """
-        assert newcomer >= self.next_process
+        assert newcomer not in self.ids
         started = time.monotonic()
         with self.watch.waiting():
             merged = _merged(self.comm, self.rank_of(leader), bridge or MPI.COMM_SELF, 1, False)
@@ -402,7 +402,7 @@ class World:
         assert merged is not None
         self._replace_by(merged)
         self._joined[newcomer] = time.monotonic() - started
-        self.next_process = newcomer + 1
+        self.next_process = max(self.next_process, newcomer + 1)
         self.ids = [*self.ids, newcomer]
         self.assignment = self.assignment.joined([newcomer])
         return True
@@ -412,6 +412,7 @@ class World:
         bridge: MPI.Intracomm,
         ids: Iterable[int],
         assignment: Assignment,
+        next_process: int,
         is_in: Callable[[], bool],
     ) -> bool:
         """The new process's side of ``admit``.
@@ -420,6 +421,7 @@ class World:
             bridge: Connects it with the process that spawned it.
             ids: Process id of each rank of the world that takes it in.
             assignment: Who serves the slots there.
+            next_process: The others' ``next_process``.
             is_in: Waits until that process says whether all the others have taken it in.
 
         Returns:
@@ -431,7 +433,7 @@ class World:
             return False
         self._replace_by(merged)
         self._joined[self.process] = time.monotonic() - started
-        self.next_process = self.process + 1
+        self.next_process = max(next_process, self.process + 1)
         self.ids = [*ids, self.process]
         self.assignment = assignment.joined([self.process])
         assert self.ids[self.comm.rank] == self.process

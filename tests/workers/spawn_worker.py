@@ -53,7 +53,7 @@ def main() -> None:
     print("started", spawner.started, "ready", spawner.bridge is not None, flush=True)
     if spawner.bridge is not None:
         spawner.bridge.send("the world", dest=1, tag=7202)
-        spawner.part(True)
+        spawner.parted(True)
         print("pending", spawner.pending, flush=True)
         time.sleep(1)
     os._exit(0)
