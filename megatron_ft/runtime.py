@@ -17,12 +17,12 @@ from megatron_ft import arguments
 from megatron_ft.arguments import (
     EXIT_BAD_FLAGS,
     EXIT_NO_WAY_ON,
-    EXIT_UNFIRED,
-    Early,
     FtArgumentError,
 )
+from megatron_ft.ending import leave, leave_from_thread, part, write_end
 from megatron_ft.faults.spec import FaultSpecError
-from megatron_ft.restarts import RUN_DIR, START
+from megatron_ft.restarts import START
+from megatron_ft.starting import Job, agreed_run_dir, import_everything, start, watch_of
 from megatron_ft.world.environment import (
     STATUS_FILE,
     rank_environment,
@@ -42,13 +42,13 @@ def main(program_start: float | None = None) -> int:
     has_gpu = _prepare_environment()
     try:
         early = arguments.early(sys.argv[1:])
-        job = _start(early)
+        job = start(early)
     except ValueError as error:
         return _refuse(error, first)
     try:
         return _run(job, has_gpu, program_start)
     except (FtArgumentError, FaultSpecError) as error:
-        return _leave(job, _refuse(error, first))
+        return leave(job, _refuse(error, first))
 
 
 def _prepare_environment() -> bool:
@@ -77,111 +77,6 @@ def _refuse(error: Exception, speak: bool) -> int:
     return EXIT_BAD_FLAGS
 
 
-class Job:
-    """What a process has before Megatron is imported."""
-
-    def __init__(self, early: Early, backend: str) -> None:
-        self.early = early
-        self.backend = backend
-        self.world: Any = None
-        self.watch: Any = None
-        self.slot: int | None = int(os.environ["RANK"])
-        self.session: Any = None
-        self.newcomer: Any = None
-        """In a process that another one started: its way into the world."""
-
-    def decide(self, before: Any, dead: frozenset[int], reports: Any) -> Any:
-        """The planner of the world: what all processes know, they decide alike."""
-        return self.session.membership.decide(before, dead, reports)
-
-
-def _start(early: Early) -> Job:
-    """Connect the processes and give each its slot.
-
-    Raises:
-        ValueError: The launch cannot carry what the flags ask for; the message says what can.
-    """
-    under_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
-    backend = early.backend or ("ulfm" if under_mpi else "gloo")
-    if int(os.environ["WORLD_SIZE"]) > 1 or early.strategy:
-        if backend == "ulfm":
-            from megatron_ft.world.preflight import preflight
-
-            if not _is_spawned():
-                preflight()
-        elif early.strategy:
-            raise FtArgumentError(
-                f"{early.strategy} needs collectives that survive: leave out "
-                "--distributed-backend and start with megatron-ft-run"
-            )
-    job = Job(early, backend)
-    if backend == "ulfm":
-        _connect(job)
-    return job
-
-
-def _is_spawned() -> bool:
-    """Whether another process of the job started this one, with what preflight asks for."""
-    from mpi4py import MPI
-
-    return bool(MPI.Comm.Get_parent() != MPI.COMM_NULL)
-
-
-def _connect(job: Job) -> None:
-    """Make the world of this process: from the launch, or from the one that spawned it."""
-    from mpi4py import MPI
-
-    from megatron_ft.rejoin import priority, spawn
-    from megatron_ft.rejoin.newcomer import Newcomer, leave
-    from megatron_ft.topology import Topology, initial_assignment
-    from megatron_ft.world import mpi_fix
-    from megatron_ft.world.world import World
-
-    early, comm = job.early, MPI.COMM_WORLD
-    if early.strategy and not early.options.ft_no_mpi_fix:
-        mpi_fix.install()
-    try:
-        bridge = spawn.parent()
-    except spawn.NotWanted as why:
-        leave(why)
-    if bridge is not None:
-        priority.lower(early.options.ft_respawn_nice)
-        _import_everything()
-        job.newcomer = Newcomer.arrive(bridge)
-        order = job.newcomer.order
-        job.world = World.outside(order.topology, order.process, job.decide)
-    else:
-        num_slots = early.num_slots or comm.size - early.options.ft_spares
-        if num_slots < 1 or num_slots % early.replica_size:
-            raise FtArgumentError(
-                f"{num_slots} slots are no multiple of a replica of {early.replica_size} (tensor "
-                f"{early.tensor} x pipeline {early.pipeline} x context {early.context}): change "
-                "-n, --ft-spares or a parallel size"
-            )
-        if num_slots != comm.size and not early.strategy:
-            raise FtArgumentError("more or fewer processes than slots need --ft-recover")
-        topology = Topology(
-            tensor=early.tensor,
-            pipeline=early.pipeline,
-            data=num_slots // early.replica_size,
-            context=early.context,
-            order=early.order,  # type: ignore[arg-type]  # one of the two by construction
-        )
-        assignment = initial_assignment(topology, range(comm.size))
-        job.world = World(topology, assignment, comm.rank, comm, range(comm.size), job.decide)
-    slots = job.world.slots
-    job.slot = slots[0] if slots else None
-    os.environ["RANK"] = str(job.slot if job.slot is not None else 0)
-    os.environ["WORLD_SIZE"] = str(job.world.topology.num_slots)
-
-
-def _import_everything() -> None:
-    """What takes seconds is done before the others have to wait for this process."""
-    import megatron.training.training  # noqa: F401
-
-    import megatron_ft.session  # noqa: F401
-
-
 # -- the run ---------------------------------------------------------------------------------------
 
 
@@ -190,15 +85,15 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     from megatron_ft.observe.rundir import RunDirectory
     from megatron_ft.session import NoWayOn, Session, close_session, open_session
 
-    run_dir = RunDirectory(_agreed_run_dir(job))
+    run_dir = RunDirectory(agreed_run_dir(job))
     process = job.world.process if job.world is not None else int(os.environ["RANK"])
     observer = Observer(run_dir, process, job=os.environ.get(START, "0"))
     if job.slot == 0:
         run_dir.clear_exit_status()
-    session = open_session(Session(job.early, job.world, _watch(job), observer))
+    session = open_session(Session(job.early, job.world, watch_of(job), observer))
     job.session = session
-    session.leave = lambda code, message: _leave_from_thread(job, code, message)
-    session.part = lambda: _part(job)
+    session.leave = lambda code, message: leave_from_thread(job, code, message)
+    session.part = lambda: part(job)
     if job.world is not None and job.newcomer is None:
         pids = job.world.comm.allgather((process, os.getpid()))
         session.membership.pids = dict(pids)
@@ -221,9 +116,9 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-    _write_end(job, code, message)
+    write_end(job, code, message)
     close_session()
-    return _leave(job, code)
+    return leave(job, code)
 
 
 def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
@@ -286,7 +181,7 @@ def _slot_to_build(job: Job) -> int:
             return int(told)
         job.newcomer.enter(job.session)
     else:
-        _import_everything()  # a spare has the time for it now, not when it is needed
+        import_everything()  # a spare has the time for it now, not when it is needed
         if membership.warm:
             membership.target = membership.warm_target()
     membership.wait()
@@ -341,52 +236,6 @@ def _inject_faults(job: Job) -> None:
         actions=actions,
         strikes={"degrade": degradations.strikes},
     )
-
-
-def _agreed_run_dir(job: Job) -> str:
-    from megatron_ft.observe.rundir import default_path
-
-    if job.newcomer is not None:
-        return str(job.newcomer.order.run_dir)
-    given = job.early.options.ft_run_dir
-    path = given or os.environ.get(RUN_DIR) or str(default_path())
-    return str(job.world.comm.bcast(path)) if job.world is not None else path
-
-
-def _watch(job: Job) -> Any:
-    """Fencing between the processes of this host; only where a strategy is on."""
-    if job.early.strategy is None:
-        return None
-    from megatron_ft.rejoin.newcomer import leave
-    from megatron_ft.rejoin.spawn import NotWanted
-    from megatron_ft.world.watch import Timeouts, Watch
-
-    options, world = job.early.options, job.world
-    timeouts = Timeouts(
-        alive=options.ft_watch_timeout,
-        progress=options.ft_progress_timeout,
-        collective=options.ft_collective_timeout,
-    )
-    newcomer = job.newcomer
-    name = f"megatron_ft-{os.getpid()}-{time.time_ns()}"
-    path = Path("/dev/shm") / (name if newcomer is not None else world.comm.bcast(name))
-    if newcomer is not None:
-        path = Watch.path_for(newcomer.order.watch, path)
-    try:
-        watch = Watch(
-            path, world.process, timeouts, lambda seconds: world.revoke_groups(pipeline=True)
-        )
-    except FileNotFoundError:
-        if newcomer is None:
-            raise
-        leave(NotWanted("the process that started this one has died"))  # and its file is gone
-    world.watch = watch
-    watch.start()
-    if newcomer is None:
-        world.comm.Barrier()  # everybody has the file open: it can lose its name
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    return watch
 
 
 def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
@@ -517,90 +366,3 @@ def _install_strategies(job: Job) -> None:
         from megatron_ft.mecefo.live import install as install_mecefo
 
         session.on_built.append(lambda: install_mecefo(session))
-
-
-# -- the end -------------------------------------------------------------------------------------
-
-
-def _write_end(job: Job, code: int, message: str) -> None:
-    """Let the elected process write down how the job ended, after all others."""
-    session, world = job.session, job.world
-    elected = session.elect()
-    if not elected:
-        session.observer.finish("", code, iteration=session.iteration, epoch=session.epoch)
-    session.control.close(last=elected)
-    _meet(world)
-    if not elected:
-        return
-    status = "stopped" if code else ("degraded" if _is_degraded(world) else "ok")
-    if not code and (unfired := _unfired(session)):
-        # Whoever asked for faults wants to see them survived, not a run that met none of them.
-        code = EXIT_UNFIRED
-        message = f"training has ended well, but faults never struck: {', '.join(unfired)}"
-    session.observer.finish(status, code, message, iteration=session.iteration, epoch=session.epoch)
-    write_exit_code(code)
-    if message:
-        verb = "stopped" if status == "stopped" else "finished"
-        print(f"megatron_ft: {verb}: {message}", file=sys.stderr, flush=True)
-
-
-def _unfired(session: Any) -> list[str]:
-    """Faults on the command line that should have struck in the iterations that there were."""
-    injector = session.injector
-    return [] if injector is None else [str(f) for f in injector.unfired(session.iteration)]
-
-
-def _leave_from_thread(job: Job, code: int, message: str) -> None:
-    """The job ends while this process builds in its main thread: there is nothing to unwind to."""
-    _write_end(job, code, message)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The watch stays open, for the main thread still uses it.
-    _meet(job.world)
-    os._exit(code)
-
-
-def _part(job: Job) -> None:
-    """End this process, whose replica was asked to leave, while the others go on."""
-    session = job.session
-    print(f"megatron_ft: process {job.world.process} leaves as asked", flush=True)
-    session.observer.finish("", 0, iteration=session.iteration, epoch=session.epoch)
-    session.control.close(last=False)
-    if session.watch is not None:
-        session.watch.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _is_degraded(world: Any) -> bool:
-    if world is None:
-        return False
-    return bool(world.assignment.vacant_slots or world.assignment.adopted)
-
-
-def _meet(world: Any) -> None:
-    """Wait for the others, whatever state they are in."""
-    if world is None:
-        return
-    from mpi4py import MPI
-
-    from megatron_ft.world.errors import is_failure
-
-    try:
-        world.comm.Barrier()
-    except MPI.Exception as error:
-        if not is_failure(error):
-            raise
-
-
-def _leave(job: Job, code: int) -> int:
-    """End the process; MPI_Finalize can hang once a process has died, so it is not called."""
-    if job.session is not None and job.session.watch is not None:
-        job.session.watch.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if job.world is not None:
-        _meet(job.world)
-        os._exit(code)
-    return code

@@ -29,8 +29,9 @@ from megatron_ft.rejoin.transfer import Moved
 from megatron_ft.topology import Shard
 from megatron_ft.world.environment import note_checkpoint, note_loading
 from megatron_ft.world.errors import ReplicaLost, WorldBroken
+from megatron_ft.world.repaired import Repaired
 from megatron_ft.world.watch import NO_WATCH, Watch
-from megatron_ft.world.world import Repaired, World
+from megatron_ft.world.world import World
 
 logger = logging.getLogger("megatron_ft")
 

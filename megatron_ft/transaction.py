@@ -23,7 +23,8 @@ from megatron_ft.recover.rehearsal import LossScalers
 from megatron_ft.recover.reports import Committed, Reports
 from megatron_ft.recover.schedule_call import chunks_of, iterators_of
 from megatron_ft.rejoin.refill import filled
-from megatron_ft.world.world import Repaired, World
+from megatron_ft.world.repaired import Repaired
+from megatron_ft.world.world import World
 
 if TYPE_CHECKING:
     from megatron_ft.adopt.pair import Pair

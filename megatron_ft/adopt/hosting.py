@@ -26,7 +26,7 @@ from megatron_ft.schedule.placement import normal
 from megatron_ft.topology import Shard
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.link import Link
-from megatron_ft.world.world import Report
+from megatron_ft.world.repaired import Report
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session

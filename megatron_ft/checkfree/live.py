@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
     from megatron_ft.topology import Shard
-    from megatron_ft.world.world import Repaired
+    from megatron_ft.world.repaired import Repaired
 
 
 def install(session: Session) -> None:

@@ -27,7 +27,7 @@ from megatron_ft.rejoin.refill import Built, processes_of
 from megatron_ft.rejoin.spawn import BOOT_TAG, IN_TAG, OUT_TAG, Order, Spawner
 from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
-from megatron_ft.world.world import Repaired, Report
+from megatron_ft.world.repaired import Repaired, Report
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session

@@ -15,7 +15,7 @@ from megatron_ft.world.errors import is_failure
 if TYPE_CHECKING:
     from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
-    from megatron_ft.world.world import Repaired
+    from megatron_ft.world.repaired import Repaired
 
 logger = logging.getLogger("megatron_ft.rejoin")
 

@@ -9,6 +9,8 @@ from mpi4py import MPI
 from megatron_ft.world.derive import GroupKey, rounds
 from megatron_ft.world.errors import is_failure
 
+_BRIDGE_TAG = 7001
+
 
 def quiet(comm: MPI.Comm) -> MPI.Comm:
     """Make ``comm`` return errors instead of ending the job; returns it."""
@@ -31,6 +33,16 @@ def free(comm: MPI.Comm | None) -> None:
     except MPI.Exception as error:
         if not is_failure(error):
             raise
+
+
+def agreed(comm: MPI.Comm, ok: bool) -> bool:
+    """Whether all of ``comm`` say ``ok`` and none has died unnoticed; uniform, revoked or not."""
+    try:
+        return comm.Agree(1 if ok else 0) == 1
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        return False
 
 
 def split_groups(
@@ -70,3 +82,39 @@ def split_groups(
             two = comm.Split(color if wants else MPI.UNDEFINED, order)
             if wants:
                 p2p[slots] = quiet(two)
+
+
+def merged_with(
+    comm: MPI.Intracomm, leader: int, peer: MPI.Intracomm, remote: int, high: bool
+) -> MPI.Intracomm | None:
+    """``comm`` and the other side's in one, once all have it; None if somebody has died.
+
+    Args:
+        leader: Rank in ``comm`` of the process that is on the bridge.
+        peer: On that one, the bridge.
+        remote: Rank on the bridge of the other side's.
+        high: Whether this side's ranks come last.
+    """
+    inter: MPI.Intercomm | None = None
+    merged: MPI.Intracomm | None = None
+    try:
+        inter = quiet(comm.Create_intercomm(leader, peer, remote, tag=_BRIDGE_TAG))
+        merged = quiet(inter.Merge(high))
+        # A revocation that overtakes its making is lost; so nobody revokes it himself for a
+        # moment afterwards (``World.repair``).
+        merged.Agree(1)
+        merged.Barrier()
+        inter.Free()
+    except MPI.Exception as error:
+        if not is_failure(error):
+            raise
+        # Who waits for this process must not wait for ever. Of the newcomer's death only the leader
+        # hears, and the others wait for the leader in ``comm``: a repair follows in any case.
+        if comm.size > 1:
+            revoke(comm)
+        for one in (inter, merged):
+            if one is not None:
+                revoke(one)
+                free(one)
+        return None
+    return merged

@@ -12,22 +12,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
-from megatron_ft.world.comms import free, quiet, revoke, split_groups
+from megatron_ft.world.comms import agreed, free, merged_with, quiet, revoke, split_groups
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.link import Link
+from megatron_ft.world.repaired import Outcome, Repaired, Report, keys_of_slot
 from megatron_ft.world.watch import NO_WATCH, NoWatch
 
 logger = logging.getLogger("megatron_ft.world")
 
-_BRIDGE_TAG = 7001
 _SETTLE_S = 0.05
 
 
@@ -38,43 +37,6 @@ class Group(Protocol):
     link: Link
 
     def drain(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a process tells the others when a repair begins."""
-
-    process: int
-    groups: tuple[GroupKey, ...] = ()
-    label: int | None = None
-    """The slot for which the groups were made; None for a process without groups."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    adopted: tuple[int, tuple[GroupKey, ...]] | None = None
-    """The slot that it serves beside its own, or served last, and the groups of that one. Where all
-    who had built the stage for themselves are dead, they are known from here."""
-
-
-@dataclass(frozen=True)
-class Repaired:
-    """What came out of a repair, the same on every process."""
-
-    epoch: int
-    dead: tuple[int, ...]
-    """Processes of the last epoch that are no more."""
-    before: Assignment
-    plan: Any
-    """The planner's RecoveryPlan; None if nobody died."""
-    reports: Mapping[int, Report]
-    seconds: float
-    """From the call to the new epoch, on this process."""
-    refilled: bool = False
-    """Whether slots were filled in this repair or in one that it began again."""
-    waited: float = 0.0
-    """How much of that this process waited until all were there."""
-    joined: Mapping[int, float] = field(default_factory=dict)
-    """Processes taken in right before, and the seconds that it took."""
-    adopted: frozenset[int] = frozenset()
-    """Replicas in which a neighbour adopted slots, in this repair or in one that it began again."""
 
 
 Host = Callable[[int, Mapping[GroupKey, Link], Mapping[int, Report]], dict[GroupKey, Group]]
@@ -297,7 +259,7 @@ class World:
                 revoke(new)
                 ok = False
             with self.watch.waiting():
-                held = _agree(new, ok)
+                held = agreed(new, ok)
             self._replace_world(new)
             if held:
                 break
@@ -320,13 +282,13 @@ class World:
 
     def plan_and_derive(
         self, new: MPI.Comm, before: Assignment, known: frozenset[int], report: Report
-    ) -> _Outcome:
+    ) -> Outcome:
         with self.watch.waiting():
             reports = {r.process: r for r in new.allgather(report)}
         dead = frozenset(known - set(reports))
         plan = self.planner(before, dead, reports)
         assignment = plan.assignment if plan is not None else _without(before, dead)
-        outcome = _Outcome(plan, assignment, reports, tuple(sorted(dead)))
+        outcome = Outcome(plan, assignment, reports, tuple(sorted(dead)))
         if self.provisional(plan, reports):
             return outcome
         outcome.derived = True
@@ -341,7 +303,7 @@ class World:
             raise
         return outcome
 
-    def _derive(self, new: MPI.Comm, outcome: _Outcome, mine: tuple[int, ...]) -> None:
+    def _derive(self, new: MPI.Comm, outcome: Outcome, mine: tuple[int, ...]) -> None:
         """Make the communicators of this process's groups."""
         assignment, reports, links = outcome.assignment, outcome.reports, outcome.links
         with self.watch.waiting():
@@ -393,9 +355,9 @@ class World:
         assert newcomer not in self.ids
         started = time.monotonic()
         with self.watch.waiting():
-            merged = _merged(self.comm, self.rank_of(leader), bridge or MPI.COMM_SELF, 1, False)
+            merged = merged_with(self.comm, self.rank_of(leader), bridge or MPI.COMM_SELF, 1, False)
             # On the old world: whoever has come this far hears what became of the others.
-            held = _agree(self.comm, merged is not None)
+            held = agreed(self.comm, merged is not None)
         if not held:
             free(merged)
             return False
@@ -428,7 +390,7 @@ class World:
             Whether they have.
         """
         started = time.monotonic()
-        merged = _merged(MPI.COMM_SELF, 0, bridge, 0, True)
+        merged = merged_with(MPI.COMM_SELF, 0, bridge, 0, True)
         if merged is None or not is_in():
             return False
         self._replace_by(merged)
@@ -444,7 +406,7 @@ class World:
         free(old)
         self._whole_at = time.monotonic()
 
-    def _install(self, outcome: _Outcome) -> None:
+    def _install(self, outcome: Outcome) -> None:
         self.assignment = outcome.assignment
         if not outcome.derived:
             return
@@ -463,7 +425,7 @@ class World:
             for comm in {id(comm): comm for comm in old}.values():
                 free(comm)
 
-    def _install_adopted(self, outcome: _Outcome) -> None:
+    def _install_adopted(self, outcome: Outcome) -> None:
         slot, keys = outcome.adopted if outcome.adopted is not None else (None, ())
         if slot != self.adopted_slot:
             self.unhost(list(self.adopted_groups.values()))
@@ -489,62 +451,10 @@ class World:
         return len({self.topology.replica_of(slot) for slot in slots}) == 1
 
 
-@dataclass
-class _Outcome:
-    """What one attempt of a repair made; put in place only once all agree."""
-
-    plan: Any
-    assignment: Assignment
-    reports: Mapping[int, Report]
-    dead: tuple[int, ...]
-    derived: bool = False
-    """Whether the groups have communicators in it; else another repair follows that makes them."""
-    active: MPI.Comm | None = None
-    made: dict[GroupKey, MPI.Intracomm] = field(default_factory=dict)
-    """Communicators of this process's groups, a link for each unless a failure came between."""
-    p2p: dict[tuple[int, ...], MPI.Intracomm] = field(default_factory=dict)
-    """For messages within the replica, by slots."""
-    links: dict[GroupKey, Link] = field(default_factory=dict)
-    adopted: tuple[int, tuple[GroupKey, ...]] | None = None
-    """The slot that this process serves beside its own, and the groups of that one."""
-    keys: tuple[GroupKey, ...] = ()
-    """The groups of all."""
-
-    def comms(self) -> list[MPI.Comm]:
-        """All communicators that it made."""
-        comms = (self.active, *self.made.values(), *self.p2p.values())
-        return list({id(comm): comm for comm in comms if comm is not None}.values())
-
-    def discard(self) -> None:
-        for comm in self.comms():
-            free(comm)
-
-
 def _split_active(comm: MPI.Comm, assignment: Assignment, process: int) -> MPI.Comm | None:
     slots = assignment.slots_of(process)
     part = comm.Split(0 if slots else MPI.UNDEFINED, slots[0] if slots else 0)
     return quiet(part) if slots else None
-
-
-def keys_of_slot(
-    topology: Topology, slot: int, reports: Mapping[int, Report]
-) -> tuple[GroupKey, ...]:
-    """The groups of a slot whose own process is no more: as those who hold its shard have them."""
-    label, keys = _holder(topology, slot, reports)
-    return tuple(moved(topology, key, label, slot) for key in keys)
-
-
-def _holder(
-    topology: Topology, slot: int, reports: Mapping[int, Report]
-) -> tuple[int, tuple[GroupKey, ...]]:
-    at = topology.coordinate(slot)
-    known = [(r.label, r.groups) for _, r in sorted(reports.items()) if r.label is not None]
-    known += [r.adopted for _, r in sorted(reports.items()) if r.adopted is not None]
-    for label, keys in known:
-        assert label is not None
-        if keys and topology.coordinate(label)._replace(dp=at.dp) == at:
-            return label, keys
-    raise AssertionError(f"nobody has the groups of slot {slot}")
 
 
 def _without(assignment: Assignment, dead: Iterable[int]) -> Assignment:
@@ -564,48 +474,3 @@ def _cannot_relabel(old: int, new: int) -> None:
 
 def _cannot_host(slot: int, links: Any, reports: Any) -> dict[GroupKey, Group]:
     raise AssertionError(f"slot {slot} is adopted, and nobody can make its groups")
-
-
-def _merged(
-    comm: MPI.Intracomm, leader: int, peer: MPI.Intracomm, remote: int, high: bool
-) -> MPI.Intracomm | None:
-    """``comm`` and the other side's in one, once all have it; None if somebody has died.
-
-    Args:
-        leader: Rank in ``comm`` of the process that is on the bridge.
-        peer: On that one, the bridge.
-        remote: Rank on the bridge of the other side's.
-        high: Whether this side's ranks come last.
-    """
-    inter: MPI.Intercomm | None = None
-    merged: MPI.Intracomm | None = None
-    try:
-        inter = quiet(comm.Create_intercomm(leader, peer, remote, tag=_BRIDGE_TAG))
-        merged = quiet(inter.Merge(high))
-        # A revocation that overtakes its making is lost; so nobody revokes it himself within
-        # ``_SETTLE_S``.
-        merged.Agree(1)
-        merged.Barrier()
-        inter.Free()
-    except MPI.Exception as error:
-        if not is_failure(error):
-            raise
-        # Who waits for this process must not wait for ever. Of the newcomer's death only the leader
-        # hears, and the others wait for the leader in ``comm``: a repair follows in any case.
-        if comm.size > 1:
-            revoke(comm)
-        for one in (inter, merged):
-            if one is not None:
-                revoke(one)
-                free(one)
-        return None
-    return merged
-
-
-def _agree(comm: MPI.Comm, ok: bool) -> bool:
-    try:
-        return comm.Agree(1 if ok else 0) == 1
-    except MPI.Exception as error:
-        if not is_failure(error):
-            raise
-        return False
