@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import mecefo_reference as reference
@@ -15,21 +14,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import mecefo_model
 import torch
+from mecefo_layers import groups as groups
 
 from megatron_ft.mecefo import refresh
 from megatron_ft.mecefo.basis import right_singular_vectors
 from megatron_ft.mecefo.refresh import DELAY, Refresher, is_due
 from megatron_ft.mecefo.wgrad import LowRankWgrad
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with mecefo_model.megatron():
-        yield
-    torch.set_num_threads(threads)
-
 
 # -- singular vectors ------------------------------------------------------------------------------
 
