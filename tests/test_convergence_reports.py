@@ -100,6 +100,16 @@ def test_findings_follow_from_the_numbers() -> None:
     assert len(findings) == 2 and all("NOT reproduced" in finding for finding in findings)
 
 
+def test_a_share_that_is_half_done_is_not_chosen() -> None:
+    """A study that stopped in between: one share whole, another only with its losses."""
+    options = Options(seeds=[0], flags_known=KNOWN)
+    grid = swap_share.grid(options)
+    done = [swap_share.name_of("1/8", c) for c in (swap_share.WITHOUT, swap_share.WITH)]
+    done.append(swap_share.name_of("1/4", swap_share.WITH))
+    results = {grid[name, 0].key: result_of(grid[name, 0]) for name in done}
+    assert swap_share.report(options, results).numbers["chosen"] == "1/8"
+
+
 def test_hours_to_the_target() -> None:
     """The same losses everywhere: what differs is what an iteration costs."""
     options = Options(seeds=[0], target_loss=1.1)

@@ -84,9 +84,10 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
         for condition in (WITHOUT, WITH)
     }
     made.numbers["perplexity"] = means
-    if set(means[WITHOUT]) & set(means[WITH]):
+    whole = [share for share in SHARES if all(share in means[c] for c in means)]
+    if whole:
         chosen = choose(means[WITHOUT], means[WITH])
-        both = {s: (means[WITHOUT][s] + means[WITH][s]) / 2 for s in SHARES if s in means[WITH]}
+        both = {share: (means[WITHOUT][share] + means[WITH][share]) / 2 for share in whole}
         made.numbers["chosen"] = chosen
         made.findings.append(
             f"Lowest mean of the two perplexities: share {chosen} ("
