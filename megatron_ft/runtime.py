@@ -152,7 +152,7 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
         membership.built = None
         with contextlib.suppress(Released):
             while True:
-                membership.wait()
+                membership.pool.wait()
                 membership.target = None
     except Released:
         pass
@@ -184,7 +184,7 @@ def _slot_to_build(job: Job) -> int:
         import_everything()  # a spare has the time for it now, not when it is needed
         if membership.warm:
             membership.target = membership.warm_target()
-    membership.wait()
+    membership.pool.wait()
     assert membership.target is not None
     return int(membership.target)
 

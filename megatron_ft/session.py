@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft import reporting
+from megatron_ft import reentry, reported, reporting
 from megatron_ft.arguments import Early
 from megatron_ft.control.session_orders import Control
 from megatron_ft.mecefo.nodes import Node
@@ -179,7 +179,7 @@ class Session:
                 return train()
             except ReplicaLost as lost:
                 logger.info("%s", lost)
-            self._unwound()
+            reentry.prepare(self)
             self.reentered = True
             if not self.world.slots:
                 self._wait_for_slot()
@@ -190,58 +190,13 @@ class Session:
         if self.watch is not None:
             self.watch.disarm()
         self.membership.stop_building()
-        self.membership.wait()
+        self.membership.pool.wait()
         self.joining = False
         self.reentered = True
         self.policy.survives = self.policy.entering = True
         self.training = True
         self.iteration = self.committed
         self.first_iteration = self.committed + 1
-
-    def _unwound(self) -> None:
-        """Make Megatron's objects ready for train() to be entered once more."""
-        from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-        from megatron.core.utils import get_model_config
-        from megatron.training import get_timers
-
-        # It would take the broken step for one that it has still to judge.
-        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
-
-        self._finish_committed_step()
-        config = get_model_config(self.model[0])
-        config.no_sync_func = config.grad_sync_func = None
-        config.timers = get_timers()
-        for timer in get_timers()._timers.values():
-            timer.reset()
-        if self.transaction.snapshots is not None:
-            self.transaction.snapshots.reset_bookkeeping()
-            self.transaction.snapshots.drop()
-        self.args.iteration = self.committed
-
-    def _finish_committed_step(self) -> None:
-        """Do what Megatron does after the optimizer step, if a death broke it off in between.
-
-        The optimizer step of a committed step is local and was done; counters and schedule follow.
-        """
-        transaction, args = self.transaction, self.args
-        if (
-            transaction.iteration != self.committed
-            or args.consumed_train_samples != transaction.step_start
-        ):
-            return
-        args.consumed_train_samples += args.global_batch_size
-        skipped = bool(transaction.rehearsed.get("prepare_grads"))
-        if skipped:
-            args.skipped_train_samples += args.global_batch_size
-        else:
-            self.scheduler.step(increment=args.global_batch_size)
-        if transaction.last_reports:
-            total, count = transaction.last_reports[0]["lm loss"].tolist()
-            norm = transaction.rehearsed.get("get_grad_norm")
-            self.step.seconds = transaction.last.seconds
-            reporting.step(
-                self, self.committed, total / count, None if norm is None else float(norm), None
-            )
 
     def _train_started(self) -> None:
         """Set-up is done; from here on a death is survived."""
@@ -255,8 +210,8 @@ class Session:
         reporting.run_started(self)
         if self.policy is not None and self.resilient:
             self.policy.survives = True
-        if self.membership.respawn:
-            self.membership.start_missing()
+        if self.membership.replacements.respawn:
+            self.membership.replacements.start_missing()
 
     def train_ended(self) -> None:
         self.training_over = True
@@ -273,7 +228,7 @@ class Session:
         if self.watch is not None:
             self.watch.arm()
         started = time.monotonic()
-        with self._reports_are_global():
+        with reported.summed_once(self):
             yield
         self.step.seconds = time.monotonic() - started
 
@@ -293,7 +248,7 @@ class Session:
     ) -> None:
         """A step is done; on the last stage ``losses`` holds what is reported of it."""
         reports = self.transaction.last_reports if self.transaction is not None else []
-        losses = losses or _of_an_adopted_stage(reports)
+        losses = losses or reported.of_an_adopted_stage(reports)
         if "lm loss" in losses:
             loss = losses["lm loss"].item()
             norm = float(grad_norm) if grad_norm is not None else None
@@ -307,7 +262,7 @@ class Session:
             self.transaction.evaluated.clear()
         self._evaluations_after += int(self.training_over)
         try:
-            with (self.watch or NO_WATCH).working(), self._reports_are_global():
+            with (self.watch or NO_WATCH).working(), reported.summed_once(self):
                 yield
         finally:
             self.evaluating = False
@@ -317,7 +272,7 @@ class Session:
         if losses is None:
             return
         reports = self.transaction.evaluated if self.transaction is not None else []
-        losses = losses or _of_an_adopted_stage(reports)
+        losses = losses or reported.of_an_adopted_stage(reports)
         if "lm loss" in losses:
             reporting.evaluation(self, losses["lm loss"].item(), data_iterator, seconds)
 
@@ -337,36 +292,6 @@ class Session:
         reporting.checkpoint(self, iteration, time.monotonic() - started)
         if self.observer.log.elected:
             note_checkpoint(iteration)
-
-    @contextlib.contextmanager
-    def _reports_are_global(self) -> Iterator[None]:
-        """While the transaction sums what is reported, Megatron must not sum it again.
-
-        Megatron sums over its model's dp_cp group; meanwhile that is this slot alone.
-        """
-        if self.transaction is None:
-            yield
-            return
-        places = [
-            (collection, name)
-            for collection in {id(c): c for c in map(self._pg_collection, self.model)}.values()
-            for name in ("dp_cp", "dp_cp_gtp_remat")
-            if getattr(collection, name, None) is not None
-        ]
-        before = [getattr(collection, name) for collection, name in places]
-        for collection, name in places:
-            setattr(collection, name, self.loss_group)
-        try:
-            yield
-        finally:
-            for (collection, name), group in zip(places, before, strict=True):
-                setattr(collection, name, group)
-
-    @staticmethod
-    def _pg_collection(chunk: Any) -> Any:
-        from megatron.core.utils import get_attr_wrapped_model
-
-        return get_attr_wrapped_model(chunk, "pg_collection")
 
     # -- failures --------------------------------------------------------------------------------
 
@@ -461,14 +386,6 @@ class Session:
             self.transaction.speeds.forget()
         if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
             reporting.incident(self, repaired, self._how)
-
-
-def _of_an_adopted_stage(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The loss, where it is this process's adopted stage that computes it; else nothing."""
-    if not reports:
-        return {}
-    total, count = sum(report["lm loss"] for report in reports)
-    return {"lm loss": total / count}
 
 
 def _not_built(**kwargs: Any) -> Any:

@@ -6,9 +6,7 @@ holds, plans refills, takes in spawned processes and moves state.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,19 +21,15 @@ from megatron_ft.rejoin.building import Meanwhile
 from megatron_ft.rejoin.history import History
 from megatron_ft.rejoin.moving import give_state, move_state, needs_state
 from megatron_ft.rejoin.newcomer import Newcomer
+from megatron_ft.rejoin.pool import READY_TAG, Pool
 from megatron_ft.rejoin.refill import Built, processes_of
-from megatron_ft.rejoin.spawn import BOOT_TAG, IN_TAG, OUT_TAG, Order, Spawner
+from megatron_ft.rejoin.replacements import Replacements
 from megatron_ft.topology import Assignment, Shard
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.repaired import Repaired, Report
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session
-
-logger = logging.getLogger("megatron_ft.rejoin")
-
-READY_TAG = 7301
-POOL_INTERVAL_S = 0.02
 
 
 class Released(Exception):
@@ -87,29 +81,19 @@ class Membership:
         options = session.early.options
         if self.world is not None:
             self.world.provisional = lambda plan, reports: coming_in(plan, reports) is not None
-        self.respawn: bool = options.ft_respawn
         self.warm: bool = options.ft_spare_warm
-        self.spawner = Spawner(options.ft_respawn_limit, self._reserve, self._order)
         checkfree = session.early.checkfree
         # An adopter can run neither swapped routes nor twins.
         self.adopts: bool = session.early.mecefo.enabled and not checkfree.plus
-        self.strategies = Strategies(checkfree=checkfree, adopt=self.adopts, respawn=self.respawn)
-        self.desired = len(session.world.ids) if session.world is not None else 0
-        """Processes that the job should have; what is missing is started with ``--ft-respawn``."""
-        self.full = 0
-        if session.world is not None:
-            self.full = max(self.desired, session.world.topology.num_slots + options.ft_spares)
-            if self.respawn:
-                self.desired = self.full
+        self.strategies = Strategies(
+            checkfree=checkfree, adopt=self.adopts, respawn=options.ft_respawn
+        )
+        self.replacements = Replacements(self, options)
+        self.pool = Pool(self)
         self.on_repaired: Callable[[Repaired], None] = lambda repaired: None
         self._changed = True
-        self._gave_up = False
         self.wanted: dict[int, int] = {}
         """Pool process -> the slot that the last repair asked it to build for."""
-        self._next_slot: int | None = None
-        """For which slot a process that is started now should build."""
-        self._reserved = -1
-        """The last id that anybody is known to have kept for a process that he has started."""
         self._meanwhile: Meanwhile | None = None
 
     # -- what the others are told ----------------------------------------------------------------
@@ -127,8 +111,8 @@ class Membership:
             "iteration": self.session.iteration,
             "finished": self.finished,
             "over": self.session.training_over,
-            "exhausted": self.spawner.exhausted,
-            "reserved": self._reserved,
+            "exhausted": self.replacements.spawner.exhausted,
+            "reserved": self.replacements.reserved,
             "grad_squares": self.session.grad_squares,
             "pid": self.pid,
             "held": self.held_beside,
@@ -173,13 +157,13 @@ class Membership:
         called = not self.taken_in
         refilled, adopted = False, set[int]()
         while True:
-            spawned = self._waiting_newcomer() if facts.get("boundary") else None
+            spawned = self.replacements.waiting() if facts.get("boundary") else None
             orders = self.session.control.orders.tell() if facts.get("boundary") else {}
-            failed = tuple(self.spawner.failed)
+            failed = tuple(self.replacements.spawner.failed)
             told = {**self.facts(), **facts, **orders, "spawned": spawned, "failed": failed}
             repaired = self.world.repair(told, called=called)
             called, self.taken_in = True, False
-            del self.spawner.failed[: len(failed)]
+            del self.replacements.spawner.failed[: len(failed)]
             if self.session.hosting is not None:
                 last = max(r.facts["committed"] for r in repaired.reports.values())
                 self.session.hosting.outdated(last)
@@ -191,7 +175,7 @@ class Membership:
             fills = [a for a in moves if not isinstance(a, Adopt)]
             if (coming := coming_in(repaired.plan, repaired.reports)) is not None:
                 # One at a time: the first newcomer takes part in taking in the second.
-                called = not self._admit(*coming)
+                called = not self.replacements.admit(*coming)
                 facts = {**facts, "boundary": True}
                 continue
             # Who takes a slot gets its state in this repair; a newcomer can wait for the next one.
@@ -227,8 +211,7 @@ class Membership:
         for report in repaired.reports.values():
             self.history.count_unborn(report.facts["failed"])
         self.others = dict(repaired.reports)
-        reserved = (report.facts["reserved"] for report in repaired.reports.values())
-        self._reserved = max(self._reserved, *reserved)
+        self.replacements.learn(repaired.reports)
         self.pids = {process: r.facts["pid"] for process, r in repaired.reports.items()}
         if repaired.plan is None:
             return
@@ -237,7 +220,7 @@ class Membership:
         self.ready = planner.ready_of(living, set(assignment.pool) - left)
         wanted = planner.builders(topology, assignment, living, self.closed, left, warm=self.warm)
         self.wanted = wanted
-        self._next_slot = self._slot_for_next(living)
+        self.replacements.choose(living)
         self.target = wanted.get(self.world.process)
         if not self.world.slots:
             label = self.world.label
@@ -249,33 +232,13 @@ class Membership:
         self._changed = True
         if asked:
             self.history.asked_back = True
-        if self.world.process != self.world.elected:
-            self.spawner.cancel()
-        if self.starts_processes:
-            self.start_missing()
-
-    @property
-    def starts_processes(self) -> bool:
-        """Whether new processes are started for those that are missing."""
-        return self.respawn or self.history.asked_back
+        self.replacements.repaired()
 
     def warm_target(self) -> int:
         """For which slot a spare of the launch builds beforehand."""
         topology = self.world.topology
         number = sorted(self.world.assignment.pool).index(self.world.process)
         return topology.replica(0)[number % topology.replica_size]
-
-    def _has_room(self) -> bool:
-        """Whether the job has fewer processes than it should have."""
-        return len(set(self.world.ids) - self.history.left) < self.desired
-
-    def start_missing(self) -> None:
-        """Start as many processes as the job should have and has not; the elected one does."""
-        missing = self.desired - len(set(self.world.ids) - self.history.left)
-        if missing <= 0:
-            self.history.asked_back = False
-        if self.world.process == self.world.elected:
-            self.spawner.want(missing)
 
     def _follow_orders(self, repaired: Repaired) -> bool:
         """Note what orders this repair carried out; whether vacant slots are asked back."""
@@ -288,14 +251,14 @@ class Membership:
         processes = processes_of(topology, before, gone)
         self.history.drained.update(gone)
         self.history.left |= processes
-        self.desired -= len(processes)
+        self.replacements.desired -= len(processes)
         self.leaving = self.leaving or self.world.process in processes
         asked = any(r.facts.get("respawn") for r in repaired.reports.values())
         if asked:
             self.history.drained.clear()
             self.history.failures.clear()
             self.session.barred_said.clear()
-            self.desired = self.full
+            self.replacements.ask_back()
         for order in self.session.control.orders.told():
             if order.replica is not None and order.replica not in gone:
                 order.reply(error=f"replica {order.replica} cannot leave: others died meanwhile")
@@ -303,82 +266,19 @@ class Membership:
                 order.reply(iteration=self.session.committed, processes=sorted(processes))
         return asked
 
-    def _slot_for_next(self, living: Mapping[int, Facts]) -> int | None:
-        """For which slot one more process would build."""
-        world = self.world
-        assignment = world.assignment.joined([world.next_process])
-        told = {**living, world.next_process: Facts()}
-        left, warm = self.history.left, self.warm
-        chosen = planner.builders(world.topology, assignment, told, self.closed, left, warm=warm)
-        return chosen.get(world.next_process)
-
-    def _order(self, process: int) -> Order:
-        """What a process that was started for this one prepares; called from a thread."""
-        session = self.session
-        return Order(
-            process=process,
-            slot=self._next_slot,
-            topology=self.world.topology,
-            iteration=session.iteration,
-            run_dir=str(session.observer.run_dir.path),
-            watch=session.watch.shared() if session.watch is not None else None,
-        )
-
-    def _reserve(self) -> int:
-        """An id that no other process gets, whatever becomes of the one that it is for."""
-        self._reserved = max(self._reserved + 1, self.world.next_process)
-        return self._reserved
-
-    def _waiting_newcomer(self) -> int | None:
-        """The id of a process that this one has started and that can be taken in now."""
-        if not self._has_room() or self.spawner.bridge is None:
-            return None
-        assert self.spawner.order is not None
-        newcomer = self.spawner.order.process
-        return newcomer if self.spawner.ready() else None
-
-    def _admit(self, leader: int, newcomer: int) -> bool:
-        """Take a process in; whether nobody died meanwhile."""
-        bridge = self.spawner.bridge if leader == self.world.process else None
-        if bridge is not None:
-            self.spawner.tell(BOOT_TAG, self._boot())
-        is_in = self.world.admit(leader, bridge, newcomer)
-        if bridge is not None:
-            self.spawner.tell(IN_TAG if is_in else OUT_TAG, None)
-            self.spawner.parted(is_in)
-        return is_in
-
-    def _boot(self) -> dict[str, Any]:
-        """What a newcomer must know."""
-        world = self.world
-        return {
-            "ids": world.ids,
-            "assignment": world.assignment,
-            "next_process": world.next_process,
-            "history": self.history,
-            "others": self.others,
-            "wanted": self.wanted,
-            "desired": self.desired,
-            "full": self.full,
-        }
-
     # -- step boundaries -------------------------------------------------------------------------
 
     def wants_boundary(self) -> bool:
         """Whether the elected process knows a reason for a repair without a failure."""
         world = self.world
-        if self.spawner.bridge is not None:
-            if self._has_room():
-                return True
-            self.spawner.discard()  # others came in its place
+        if self.replacements.one_waits():
+            return True
         if world.process != world.elected:
             return False
         self._hear()
-        if self.spawner.failed:
+        if self.replacements.spawner.failed:
             return True  # after a few of them the slot stays vacant, as all must know
-        if self.starts_processes:
-            self.start_missing()  # also what could not be started before
-            self.spawner.go_on()
+        self.replacements.go_on()
         if self.session.control.orders.pending:
             return True
         if self.world.known_dead():
@@ -405,45 +305,6 @@ class Membership:
 
     # -- pool ------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
-        """Wait in the pool until this process serves a slot or is asked to build for one.
-
-        Raises:
-            Released: The job is over.
-        """
-        with self.world.watch.working():  # every look around ticks
-            self._look_around()
-
-    def _look_around(self) -> None:
-        announced = -1
-        while not self.world.slots:
-            if self.built is None and self.target is not None:
-                return
-            if self.world.needs_repair() or self._nobody_trains() or self._one_less_waits():
-                self.take_part({})
-            elif not self.world.assignment.live_slots and self._can_go_on():
-                self.take_part({"boundary": True})
-            elif self.built is not None and announced != self.world.epoch:
-                announced = self.world.epoch
-                self._announce()
-            time.sleep(POOL_INTERVAL_S)
-
-    def _nobody_trains(self) -> bool:
-        """Whether all active processes died at once, so that none of them can begin a repair."""
-        active = self.world.assignment.active_processes
-        return bool(active) and self.world.known_dead().issuperset(active)
-
-    def _one_less_waits(self) -> bool:
-        """Whether somebody has died while nobody trains, so that nobody else would notice."""
-        return not self.world.assignment.live_slots and bool(self.world.known_dead())
-
-    def _can_go_on(self) -> bool:
-        """While nobody trains: whether this process has a reason to call all to a repair."""
-        elected = self.world.process == self.world.elected
-        given_up = elected and self.respawn and self.spawner.exhausted and not self._gave_up
-        self._gave_up = self._gave_up or given_up
-        return given_up or self.wants_boundary()
-
     def take_part(self, facts: Mapping[str, Any]) -> None:
         """Repair as one who serves no slot.
 
@@ -455,16 +316,6 @@ class Membership:
             raise Released
         if repaired.plan.stop is not None:
             self.session.stop(repaired)
-
-    def _announce(self) -> None:
-        elected = self.world.elected
-        try:
-            self.world.comm.send(
-                (self.world.process, self.built), dest=self.world.rank_of(elected), tag=READY_TAG
-            )
-        except MPI.Exception as error:
-            if not is_failure(error):
-                raise
 
     def start_building(self, slot: int) -> None:
         """From now on this process builds for ``slot`` by itself; a thread takes part in repairs.

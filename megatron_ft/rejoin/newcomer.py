@@ -71,7 +71,8 @@ class Newcomer:
         # From here on it must draw the same conclusions as everybody else.
         membership.history = boot["history"]
         membership.others, membership.wanted = boot["others"], boot["wanted"]
-        membership.desired, membership.full = boot["desired"], boot["full"]
+        replacements = membership.replacements
+        replacements.desired, replacements.full = boot["desired"], boot["full"]
         session.barred_said = set(membership.history.barred)
         membership.taken_in, membership.newcomer = True, None
         membership.take_part({"boundary": True})

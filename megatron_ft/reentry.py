@@ -1,0 +1,57 @@
+"""Entering Megatron's training loop again after a step was broken off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ft import reporting
+
+if TYPE_CHECKING:
+    from megatron_ft.session import Session
+
+
+def prepare(session: Session) -> None:
+    """Make Megatron's objects ready for train() to be entered once more."""
+    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_timers
+
+    # It would take the broken step for one that it has still to judge.
+    get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+
+    finish_committed_step(session)
+    config = get_model_config(session.model[0])
+    config.no_sync_func = config.grad_sync_func = None
+    config.timers = get_timers()
+    for timer in get_timers()._timers.values():
+        timer.reset()
+    if session.transaction.snapshots is not None:
+        session.transaction.snapshots.reset_bookkeeping()
+        session.transaction.snapshots.drop()
+    session.args.iteration = session.committed
+
+
+def finish_committed_step(session: Session) -> None:
+    """Do what Megatron does after the optimizer step, if a death broke it off in between.
+
+    The optimizer step of a committed step is local and was done; counters and schedule follow.
+    """
+    transaction, args = session.transaction, session.args
+    if (
+        transaction.iteration != session.committed
+        or args.consumed_train_samples != transaction.step_start
+    ):
+        return
+    args.consumed_train_samples += args.global_batch_size
+    skipped = bool(transaction.rehearsed.get("prepare_grads"))
+    if skipped:
+        args.skipped_train_samples += args.global_batch_size
+    else:
+        session.scheduler.step(increment=args.global_batch_size)
+    if transaction.last_reports:
+        total, count = transaction.last_reports[0]["lm loss"].tolist()
+        norm = transaction.rehearsed.get("get_grad_norm")
+        session.step.seconds = transaction.last.seconds
+        reporting.step(
+            session, session.committed, total / count, None if norm is None else float(norm), None
+        )
