@@ -2,6 +2,7 @@
 
     python tools/bench_overhead.py --compare backend     # ulfm over gloo, stock training
     python tools/bench_overhead.py --compare recover     # --ft-recover over without, both on ulfm
+    python tools/bench_overhead.py --compare mecefo      # --ft-mecefo over without, both recover
 
 Runs of the two ways alternate, so that a machine that slows down slows both. A run's time is the
 median of its steps after the warm-up; the result is the median over the pairs of the ratio.
@@ -59,6 +60,13 @@ COMPARISONS = {
     "recover": Comparison(
         ways=(Way("recover", ("--ft-recover",)), Way("stock", ())),
         goals={(1, 2, 4): 1.02},
+    ),
+    "mecefo": Comparison(
+        ways=(
+            Way("mecefo", ("--ft-recover", "--ft-mecefo")),
+            Way("recover", ("--ft-recover",)),
+        ),
+        goals={(1, 2, 2): 1.02},
     ),
 }
 
