@@ -1,18 +1,18 @@
 """One new process on its way: from Comm_spawn until it says that it can be taken in.
 
 A process that dies before it has called MPI_Init leaves Comm_spawn waiting for ever (Open MPI
-5.0.11). So one thread spawns, a second one looks whether the process still exists, and when it does
-not the first is left behind where it waits. A further Comm_spawn in another thread works.
+5.0.11). So one thread spawns, a second one looks whether the process still exists and what its
+guard says, and when it is gone the first is left behind where it waits. A further Comm_spawn in
+another thread works.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,7 @@ import psutil
 from mpi4py import MPI
 
 from megatron_ft.world.comms import quiet
+from megatron_ft.world.environment import is_gone
 from megatron_ft.world.mpirun import GUARD
 
 logger = logging.getLogger("megatron_ft.rejoin")
@@ -32,8 +33,6 @@ START_PATIENCE_S = 300.0
 """For a process that cannot be looked at, because it is on another host."""
 PREPARE_PATIENCE_S = 1800.0
 """For its imports, and for Megatron's set-up of a large model."""
-
-_numbers = itertools.count()
 
 
 class Attempt:
@@ -58,7 +57,7 @@ class Attempt:
         self._order = order
         self._ended = ended
         self._program = program or [sys.executable, *sys.argv]
-        self._name = f"rank-{os.getpid()}-{next(_numbers)}"
+        self._name = f"rank-{uuid.uuid4().hex}"
         """What the process's guard is called, to be found by."""
         self._lock = threading.Lock()
         self._claimed = False
@@ -106,7 +105,9 @@ class Attempt:
                     return
                 continue
             exists = self._exists()
-            if (seen and not exists) or (not seen and time.monotonic() > end):
+            # Its guard tells of one that died before the first look.
+            gone = is_gone(self._name) or (seen and not exists)
+            if gone or (not seen and time.monotonic() > end):
                 logger.warning("a process that was started died before it was up")
                 self._end(None)
                 return

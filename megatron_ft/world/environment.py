@@ -16,6 +16,8 @@ STATUS_FILE = "MEGATRON_FT_STATUS_FILE"
 """Path of the file through which the job tells the launcher its exit code."""
 DEATHS_SUFFIX = ".deaths"
 """Beside the status file: the exit code of each rank that died, one a line, oldest first."""
+GONE_SUFFIX = ".gone"
+"""Beside the status file: the name of each rank that has ended, however it did."""
 CHECKPOINT_SUFFIX, LOADING_SUFFIX = ".checkpoint", ".loading"
 """Beside the status file: the newest complete checkpoint, and the one that is being loaded."""
 LAUNCHED = "MEGATRON_FT_LAUNCHED"
@@ -77,6 +79,17 @@ def read_deaths(status_file: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(line) for line in text.split()]
+
+
+def is_gone(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the rank of this name, which was given to its guard, is known to have ended."""
+    if STATUS_FILE not in environ:
+        return False
+    try:
+        text = Path(environ[STATUS_FILE] + GONE_SUFFIX).read_text()
+    except FileNotFoundError:
+        return False
+    return name in text.split()
 
 
 def note_checkpoint(iteration: int, environ: Mapping[str, str] = os.environ) -> None:

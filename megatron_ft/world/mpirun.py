@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.world.environment import DEATHS_SUFFIX, STATUS_FILE
+from megatron_ft.world.environment import DEATHS_SUFFIX, GONE_SUFFIX, STATUS_FILE
 
 EXCLUDED_COLLECTIVES = ("hcoll", "portals4", "han", "cuda", "sm", "inter", "sync")
 """Collective components that crash or were never tested after a failure.
@@ -119,9 +119,11 @@ def _prrte_version(mpirun: Path) -> str:
 # one that left with another code: they would wait for it for ever. So each rank has a parent that
 # turns such an exit into a signal. Codes of a job that ends as a whole pass. mpirun counts every
 # death as survived, so the codes are kept: a job that says nothing and lost ranks has not ended
-# well. The shell's own stderr is closed, for it would print "Killed" at each death.
+# well. The shell's own stderr is closed, for it would print "Killed" at each death. Names are kept
+# for who waits in Comm_spawn for a process that has died before it was up.
 GUARD = (
     'trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); code=$?; '
+    f'[ -z "${STATUS_FILE}" ] || echo "$0" >> "${STATUS_FILE}{GONE_SUFFIX}"; '
     "case $code in 0|64|75) exit $code;; esac; "
     f'[ -z "${STATUS_FILE}" ] || echo $code >> "${STATUS_FILE}{DEATHS_SUFFIX}"; kill -KILL $$'
 )
