@@ -156,8 +156,19 @@ def test_more_that_must_be_red(run: Run, reference: Run) -> None:
 def test_a_run_that_left_nothing(tmp_path: Path, reference: Run) -> None:
     (tmp_path / "empty").mkdir()
     nothing = Run(1, "", tmp_path / "empty")
-    assert red(CASE, nothing, reference) == {"exit", "steps"}
+    assert red(CASE, nothing, reference) == {"exit", "faults", "steps"}
     assert not conclude(CASE, nothing, Ended(), reference, 1.0).passed
+    # A job that never began, or hangs, does not show what a control is to show.
+    stops = control("exit", "steps", expect=Expectation(status="stopped", message="no way"))
+    assert not conclude(stops, nothing, Ended(), reference, 1.0).passed
+    assert not conclude(stops, nothing, Ended(timed_out=True), reference, 1.0).passed
+
+
+def test_a_run_that_was_killed_before_its_summary_is_judged(run: Run, reference: Run) -> None:
+    (run.directory / "summary.json").unlink()
+    ended = Ended(timed_out=True)
+    assert {"exit", "status"} <= red(CASE, run, reference, ended)
+    assert not conclude(CASE, run, ended, reference, 1.0).passed
 
 
 def test_an_approximation_is_held_to_its_bound_at_the_end(run: Run, reference: Run) -> None:
@@ -212,6 +223,8 @@ def test_a_control_must_fail_where_it_says_and_nowhere_else(run: Run, reference:
     assert not passed(control("losses"), dataclasses.replace(short, returncode=1))
     assert not passed(control("losses"), short, Ended(left_behind=["4711 python"]))
     assert not passed(control("losses", faults=(FAULT, "kill@6:slot=0")), short)
+    stops = control("exit", expect=dataclasses.replace(EXPECT, message="no way on"))
+    assert not passed(stops, dataclasses.replace(run, returncode=75)), "it says something else"
     outcome = conclude(control("losses"), run, Ended(), reference, 1.0)
     assert "must fail losses, and is green there" in outcome.problems[0]
 

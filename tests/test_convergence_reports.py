@@ -121,6 +121,19 @@ def test_hours_to_the_target() -> None:
     assert hours["CheckFree+"][0][0] > plain and hours["ReCoVer adaptive"][0] == [plain]
 
 
+def test_runs_that_never_reach_the_target_do_not_make_a_strategy_fast() -> None:
+    options = Options(seeds=[0, 1], target_loss=1.15)
+    grid = strategies.grid(options)
+    results = {cell.key: result_of(cell) for cell in grid.values()}
+    (late,) = [cell for (name, seed), cell in grid.items() if (name, seed) == ("CheckFree, 5 %", 1)]
+    made = strategies.report(options, results)
+    assert len(made.numbers["hours"]["CheckFree"][0]) == 2
+    results[late.key] = result_of(late, 2.0)
+    made = strategies.report(options, results)
+    assert made.numbers["hours"]["CheckFree"][0] == []
+    assert any("there is no order" in f and "CheckFree" in f for f in made.findings)
+
+
 def test_mean_curves_have_the_common_places() -> None:
     mean = plots.mean_curve([[(1, 2.0), (2, 4.0)], [(2, 6.0), (3, 1.0)]])
     assert mean == [(2, 5.0)]

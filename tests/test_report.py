@@ -197,6 +197,25 @@ def test_rows_hold_what_belongs_together_and_what_it_cost(runs: Path) -> None:
     assert sum(row.repaired is not None for row in rows) == run.summary["repairs"]
 
 
+def test_a_lost_stage_is_in_the_row_of_its_rebuild(tmp_path: Path) -> None:
+    run = report_runs.Writer(tmp_path / "run")
+    run.begin()
+    run.steps(5)
+    lost = {"fault_kind": "lose-stage", "point": "begin", "slot": None, "n": None}
+    run.emit("fault_injected", fault="lose-stage@6:stage=1", stage=1, **lost)
+    run.epoch += 1
+    run.iteration += 1
+    run.emit("repaired", 0.3, repair_s=0.3, live_replicas=4, live_processes=8)
+    run.emit("stage_rebuilt", stage=1, method="checkfree", slot=4, replica=0, transfer_s=0.2)
+    run.iteration -= 1
+    run.step(1.0)
+    run.end()
+    loaded = load(tmp_path / "run")
+    (row,) = rows_of(loaded, Timeline(loaded.events))
+    assert row.when == ["injected: lose-stage@6:stage=1"]
+    assert row.deeds[0].startswith("stage 1 rebuilt") and len(row.deeds) == 2
+
+
 @pytest.mark.parametrize("name", ["eventful", "restarted", "running"])
 def test_parts_add_up_to_the_wall_time(runs: Path, name: str) -> None:
     run = load(runs / name)
@@ -443,6 +462,19 @@ def test_two_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     (deltas,) = page.data["comparison"]["differences"]
     assert deltas["step"] == list(range(1, 14)) and set(deltas["y"][:9]) == {0.0}
     assert found.text in terminal_of(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_loss_that_is_no_number_is_not_equal_to_one(tmp_path: Path) -> None:
+    for name, loss in (("one", 2.0), ("two", float("nan"))):
+        run = report_runs.Writer(tmp_path / name)
+        run.begin()
+        run.steps(3)
+        run.step(lm_loss=loss)
+        run.end()
+    one, two = load_runs([tmp_path / "one", tmp_path / "two"])
+    assert difference(two, one).first_difference == 4
+    assert "they first differ at step 4" in difference(two, one).text
+    assert difference(two, two).first_difference is None
 
 
 def test_equal_runs_and_runs_with_nothing_in_common(runs: Path, tmp_path: Path) -> None:

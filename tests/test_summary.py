@@ -14,6 +14,7 @@ import pytest
 from observe_child import start_fields, step_fields
 from observe_runs import INCIDENT, a_run_with_a_death, emit_steps
 
+from megatron_ft.observe.accounting import account
 from megatron_ft.observe.digest import rows
 from megatron_ft.observe.events import EventLog
 from megatron_ft.observe.incidents import incidents, quota_text
@@ -23,13 +24,13 @@ from megatron_ft.observe.rundir import RunDirectory
 from megatron_ft.observe.summary import build_summary, write_summary
 
 
+def event(kind: str, at: float, process: int, **fields: Any) -> dict[str, Any]:
+    common = {"id": f"{kind}{at}", "time": at, "iteration": 3, "epoch": 1, "process": process}
+    return {**common, "kind": kind, **fields}
+
+
 def test_detection_is_from_the_fault_to_the_notice() -> None:
     """The notice is earlier than its event by the repair, after which it is written."""
-
-    def event(kind: str, at: float, process: int, **fields: Any) -> dict[str, Any]:
-        common = {"id": f"{kind}{at}", "time": at, "iteration": 3, "epoch": 1, "process": process}
-        return {**common, "kind": kind, **fields}
-
     injected = {"fault": "kill@3:slot=1", "fault_kind": "kill", "point": "forward"}
     events = [
         event("fault_injected", 100.0, 1, **injected),
@@ -43,6 +44,36 @@ def test_detection_is_from_the_fault_to_the_notice() -> None:
     assert "detect_s" not in events[1], "what was written stays as it is"
     (unknown,) = incidents(events[1:])
     assert unknown.detect_s is None
+    slowed = {**events[0], "fault": "slow@3:slot=1", "fault_kind": "slow"}
+    (later,) = incidents([slowed, *events[1:]])
+    assert later.detect_s is None, "it did not die of that"
+
+
+def test_downtime_of_a_real_death_holds_the_repair() -> None:
+    """Nobody knows when it struck; what is known is how long the repair took before it was told."""
+    events = [
+        event("step", 9.0, 3, seconds=1.0, iteration=1),
+        event("fault_detected", 14.3, 3, slot=1, how="vote", failed_process=1),
+        event("repaired", 14.3, 3, repair_s=4.0, live_replicas=1, live_processes=1),
+        event("step", 15.3, 3, seconds=1.0, iteration=2),
+    ]
+    accounts = account(events)
+    assert accounts.incidents[0].time == pytest.approx(10.3)
+    assert accounts.downtime_s == [pytest.approx(4.0)]
+
+
+def test_a_repair_before_a_restart_disturbs_no_step_after_it() -> None:
+    """The time until the next start is counted as such, and not as the repair's as well."""
+    repair = event("repaired", 10.3, 3, repair_s=0.3, live_replicas=1, live_processes=1)
+    events = [
+        event("step", 9.0, 3, seconds=1.0, iteration=1),
+        repair,
+        event("run_started", 70.0, 3, **start_fields()),
+        event("step", 72.0, 3, seconds=1.0, iteration=2),
+    ]
+    assert account(events).downtime_s == []
+    survived = [e for e in events if e["kind"] != "run_started"]
+    assert account(survived).downtime_s == [pytest.approx(61.0)]
 
 
 def test_an_incident_is_one_readable_line(run_dir: RunDirectory) -> None:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from bench_collectives import machine
 from punisher import last_step, ranks_of
 from rich.console import Console
@@ -200,11 +201,11 @@ def one_round(
     starts = count_starts(run_dir)
     time.sleep(chance.uniform(0, QUIET_S))
     iteration, began = last_step(run_dir)["iteration"], time.monotonic()
-    killed = [kill_one(run_dir, chance)]
+    killed = kill_one(run_dir, chance)
     if chance.random() < options.double:
         # While the first one's replacement is started, builds or takes its slot.
         time.sleep(chance.uniform(0, DOUBLE_S))
-        killed.append(kill_one(run_dir, chance))
+        killed += kill_one(run_dir, chance)
     whole = wait_until_whole(options, run_dir, launcher, after=iteration + 1, killed=killed)
     restarted = count_starts(run_dir) > starts
     return Round(
@@ -215,11 +216,20 @@ def one_round(
     )
 
 
-def kill_one(run_dir: Path, chance: random.Random) -> int:
-    """Kill any process of the job, one that is just being started too; returns its pid."""
-    victim = chance.choice(ranks_of(run_dir))
-    victim.kill()
-    return int(victim.pid)
+def kill_one(run_dir: Path, chance: random.Random) -> list[int]:
+    """Kill any process of the job, one that is just being started too; returns its pid.
+
+    None where the job has just ended and the launcher has not started it again yet.
+    """
+    ranks = ranks_of(run_dir)
+    if not ranks:
+        return []
+    victim = chance.choice(ranks)
+    try:
+        victim.kill()
+    except psutil.NoSuchProcess:
+        return []
+    return [victim.pid]
 
 
 def wait_until_whole(

@@ -65,10 +65,10 @@ def judge(case: Case, run: Run, ended: Ended, reference: Run | None) -> list[Pro
     expect, setting = case.expect, case.setting
     add("exit", _exit(case, run, ended))
     add("leftovers", (f"left behind: {line}" for line in ended.left_behind))
+    add("faults", _faults(case, run, ended))
     if not (run.directory / "summary.json").exists() and not run.steps:
         return [*found, Problem("steps", "it left no step and no summary.json: see its output")]
     add("status", _status(case, run))
-    add("faults", _faults(case, run, ended))
     # A job that is to stop early is held to the steps that it has done.
     last = max(run.steps, default=0) if expect.exit_code else setting.iterations
     add("steps", compare.step_problems(run, last))
@@ -99,6 +99,10 @@ def _exit(case: Case, run: Run, ended: Ended) -> Iterator[str]:
 
 def _status(case: Case, run: Run) -> Iterator[str]:
     expect = case.expect
+    if not (run.directory / "summary.json").exists():
+        if expect.status is not None or expect.message is not None:
+            yield "it left no summary.json: see its output"
+        return
     if expect.status is not None and run.summary["status"] != expect.status:
         yield f"status {run.summary['status']}, expected {expect.status}"
     if expect.message is not None and expect.message not in run.summary["message"]:

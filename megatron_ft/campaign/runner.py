@@ -251,7 +251,7 @@ def _control(case: Case, found: Sequence[Problem]) -> tuple[bool, list[str]]:
     if allowed & set(COMPARING):
         allowed |= set(COMPARING)
     if "exit" in allowed:  # a job that has ended early has not done the rest
-        allowed |= {"steps", "status", "events", "validation", "losses", "weights"}
+        allowed |= {"steps", "events", "validation", "losses", "weights"}
     if other := sorted(red - allowed):
         return False, [
             f"fails {', '.join(other)} as well, so it may fail for another reason",

@@ -19,10 +19,10 @@ import statistics
 from collections.abc import Sequence
 
 from megatron_ft.observe.event_table import Event
-from megatron_ft.observe.incidents import Incident, incidents
+from megatron_ft.observe.incidents import FATAL, Incident, incidents
 
-# Faults after which a process is gone; `slow` and `degrade` disturb nothing that needs a repair.
-DEADLY = ("kill", "stop", "exception", "exit", "loop", "hold-gil", "lose-stage")
+# Faults after which something must be repaired; `slow` and `degrade` disturb nothing of that kind.
+DEADLY = (*FATAL, "lose-stage")
 # Undisturbed steps on each side that say what a normal step takes.
 NUM_NEIGHBOURS = 10
 
@@ -58,8 +58,9 @@ def account(events: Sequence[Event]) -> Accounts:
     last = {event["iteration"]: event for event in reports}
     steps = [last[iteration] for iteration in sorted(last)]
     repairs = incidents(events)
-    disturbed = _disturbed(reports, repairs)
-    normal = _NormalStep([e for e in steps if e["id"] not in disturbed])
+    disturbed = disturbed_steps(events, repairs)
+    disturbed_ids = {reports[index]["id"] for index in disturbed}
+    normal = _NormalStep([e for e in steps if e["id"] not in disturbed_ids])
     commits = [float(events[0]["time"]), *(float(e["time"]) for e in reports)] if events else []
     injected = [
         float(e["time"])
@@ -70,15 +71,15 @@ def account(events: Sequence[Event]) -> Accounts:
     productive = 0.0
     for step in steps:
         seconds = float(step["seconds"])
-        if step["id"] in disturbed:
+        if step["id"] in disturbed_ids:
             seconds = min(seconds, normal.seconds_near(step["iteration"], default=seconds))
         productive += seconds
     downtime = []
     for index, step in enumerate(reports):
-        if step["id"] in disturbed:
+        if index in disturbed:
             usual = normal.seconds_near(step["iteration"], default=0.0)
             since = commits[index]
-            downtime.append(_downtime(step, disturbed[step["id"]], since, injected, usual))
+            downtime.append(_downtime(step, disturbed[index], since, injected, usual))
     return Accounts(
         steps=steps,
         num_redone=len(reports) - len(steps),
@@ -89,15 +90,32 @@ def account(events: Sequence[Event]) -> Accounts:
     )
 
 
-def _disturbed(reports: Sequence[Event], repairs: Sequence[Incident]) -> dict[str, list[Incident]]:
-    """Step event id -> the repairs that ended before its commit and after the commit before."""
-    times = [float(step["time"]) for step in reports]
-    found: dict[str, list[Incident]] = {}
+def disturbed_steps(
+    events: Sequence[Event], repairs: Sequence[Incident]
+) -> dict[int, list[Incident]]:
+    """Which repairs disturbed which steps: those between the commit before and its own.
+
+    A repair after which the job ended has disturbed no step; what it cost is between two starts.
+
+    Args:
+        events: All events of the run in time order.
+        repairs: Its incidents.
+
+    Returns:
+        Place among the `step` events -> repairs, both in time order.
+    """
+    times = [float(event["time"]) for event in events if event["kind"] == "step"]
+    starts = [float(event["time"]) for event in events if event["kind"] == "run_started"]
+    found: dict[int, list[Incident]] = {}
     for repair in repairs:
-        index = bisect.bisect_left(times, float(repair.events[-1]["time"]))
-        if index < len(reports):
-            found.setdefault(reports[index]["id"], []).append(repair)
-    return found
+        ended = float(repair.events[-1]["time"])
+        index = bisect.bisect_left(times, ended)
+        next_start = bisect.bisect_right(starts, ended)
+        if index < len(times) and not (
+            next_start < len(starts) and starts[next_start] <= times[index]
+        ):
+            found.setdefault(index, []).append(repair)
+    return dict(sorted(found.items()))
 
 
 class _NormalStep:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 
 from megatron_ft.observe.event_table import Event
 
+FATAL = ("kill", "stop", "exception", "exit", "loop", "hold-gil")
+"""Injected faults after which their process is gone."""
+
 # What a repair consists of, apart from its first and last event.
 _CONSEQUENCES = ("slot_filled", "replica_dark", "stage_rebuilt", "stage_adopted", "role_changed")
 
@@ -41,8 +44,8 @@ class Incident:
 
     @property
     def time(self) -> float:
-        """First notice, Unix seconds."""
-        return float(self.events[0]["time"])
+        """First notice, Unix seconds; all that was noticed is written down after the repair."""
+        return min(float(self.events[0]["time"]), float(self.events[-1]["time"]) - self.repair_s)
 
     @property
     def detect_s(self) -> float | None:
@@ -113,7 +116,7 @@ def incidents(events: Iterable[Event]) -> list[Incident]:
     for event in _without_echoes(events):
         if event["kind"] == "run_started":
             struck.clear()
-        elif event["kind"] == "fault_injected":
+        elif event["kind"] == "fault_injected" and event["fault_kind"] in FATAL:
             struck[event["process"]] = float(event["time"])
         item = collector.add(event)
         if isinstance(item, Incident):

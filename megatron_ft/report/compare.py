@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from megatron_ft.observe.event_table import Event
 from megatron_ft.report import wording
 from megatron_ft.report.curves import digits, thin
 from megatron_ft.report.figures import Figure, figures_of
@@ -39,10 +40,11 @@ class Difference:
         same = (
             f"{self.num_same_samples:,} of {self.num_common:,} common steps have the same samples"
         )
-        if self.largest is None:
-            return same
         if self.first_difference is None:
-            return f"{same}; all losses are equal, digit for digit"
+            equal = "" if self.largest is None else "; all losses are equal, digit for digit"
+            return same + equal
+        if self.largest is None:
+            return f"{same}; they first differ at step {self.first_difference:,}"
         relative = ""
         if self.largest_relative is not None:
             relative = f", relative at most {self.largest_relative:.2g}"
@@ -78,8 +80,16 @@ def difference(run: RunData, first: RunData) -> Difference:
         largest=None if at is None else abs(deltas[at]),
         largest_at=None if at is None else finite[at][0],
         largest_relative=max(relative, default=None),
-        first_difference=next((step for step, delta, _ in finite if delta), None),
+        first_difference=next(
+            (step["iteration"] for step, other in common if _differ(step, other)), None
+        ),
     )
+
+
+def _differ(step: Event, other: Event) -> bool:
+    """Whether two losses are not the same number, or one of them is no number."""
+    losses = float(step["lm_loss"]), float(other["lm_loss"])
+    return losses[0] != losses[1] and not all(map(math.isnan, losses))
 
 
 def differences(runs: Sequence[RunData]) -> list[Difference]:

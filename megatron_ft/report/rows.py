@@ -234,17 +234,30 @@ def _add_faults(rows: list[Row], events: Sequence[Event], timeline: Timeline) ->
 
 
 def _explained(rows: Iterable[Row], fault: Event, start: int) -> Row | None:
-    """The deaths of the same slot (or, where it is not known, of any) that were noticed next."""
+    """What was noticed next: deaths of the same slot (or, where that is not known, of any).
+
+    After `lose-stage` nobody has died, and the next rebuild of that stage is what came of it.
+    """
     after = [
         row
         for row in rows
         if row.start == start
-        and row.deaths
+        and (_rebuilds(row, fault) if fault["fault_kind"] == "lose-stage" else row.deaths)
         and float((row.repaired or row.first)["time"]) >= float(fault["time"])
         and row.iteration - fault["iteration"] in (0, 1)
-        and (fault.get("slot") is None or fault["slot"] in [d["slot"] for d in row.deaths])
+        and (
+            not row.deaths
+            or fault.get("slot") is None
+            or fault["slot"] in [d["slot"] for d in row.deaths]
+        )
     ]
     return min(after, key=lambda row: float(row.first["time"]), default=None)
+
+
+def _rebuilds(row: Row, fault: Event) -> bool:
+    """Whether the stage that a fault has taken is made again here, or served by a neighbour."""
+    made = ("stage_rebuilt", "stage_adopted", "slot_filled")
+    return any(e["kind"] in made and e.get("stage") == fault.get("stage") for e in row.events)
 
 
 def _who(death: Event) -> str:

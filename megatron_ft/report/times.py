@@ -8,11 +8,10 @@ and the time until the death was noticed.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 
-from megatron_ft.observe.accounting import Accounts
+from megatron_ft.observe.accounting import Accounts, disturbed_steps
 from megatron_ft.observe.event_table import Event
 from megatron_ft.observe.incidents import Incident
 
@@ -55,15 +54,10 @@ class Interruption:
 def interruptions(events: Sequence[Event], accounts: Accounts) -> list[Interruption]:
     """The disturbed steps, each with its downtime as `summary.json` has it."""
     reports = [event for event in events if event["kind"] == "step"]
-    times = [float(step["time"]) for step in reports]
-    found: dict[int, list[Incident]] = {}
-    for incident in accounts.incidents:
-        index = bisect.bisect_left(times, float(incident.events[-1]["time"]))
-        if index < len(reports):
-            found.setdefault(index, []).append(incident)
+    found = disturbed_steps(events, accounts.incidents)
     return [
-        Interruption(reports[index], tuple(found[index]), downtime)
-        for index, downtime in zip(sorted(found), accounts.downtime_s, strict=True)
+        Interruption(reports[index], tuple(repairs), downtime)
+        for (index, repairs), downtime in zip(found.items(), accounts.downtime_s, strict=True)
     ]
 
 

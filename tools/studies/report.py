@@ -114,6 +114,7 @@ def _kept(cell: Cell, result: Result) -> dict[str, Any]:
         "rebuilt": result.rebuilt,
         "median_step_s": result.median_step_s(),
         "wall_s": result.wall_s,
+        "code": result.code,
     }
 
 
@@ -143,10 +144,12 @@ def markdown(
         first = done[0]
         machine, versions = first.machine, first.versions
         minutes = sum(result.wall_s for result in done) / 60
+        codes = len({result.code for result in done})
         lines += [
             f"{len(done)} jobs in {minutes:.0f} minutes on {machine.get('cores')} cores of "
             f"{machine.get('cpu')}, {machine.get('memory_gib')} GiB;",
             ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+            *([f"They ran with {codes} states of megatron_ft's code."] if codes > 1 else []),
             f"Commands, seeds and curves of all jobs are in `{report.name}.json`; the first is",
         ]
     parts.append("\n".join(lines))

@@ -45,6 +45,8 @@ class Result:
     """The launches, start-up included."""
     versions: Mapping[str, Any]
     machine: Mapping[str, Any]
+    code: str = ""
+    """A digest of the product's code that the job ran with."""
 
     @property
     def final_loss(self) -> float:
@@ -95,6 +97,7 @@ def from_events(
     command: str,
     wall_s: float,
     machine: Mapping[str, Any],
+    code: str = "",
 ) -> Result:
     """Read the events of all starts of a job, in their order.
 
@@ -136,6 +139,7 @@ def from_events(
         wall_s=wall_s,
         versions=started[-1]["versions"] if started else {},
         machine=machine,
+        code=code,
     )
 
 

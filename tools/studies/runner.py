@@ -104,6 +104,7 @@ class Runner:
         Raises:
             BrokenRun: It did not do what the cell says, or a launch took too long and was killed.
         """
+        from megatron_ft.campaign.runner import code_digest
         from megatron_ft.data import prepare_default
 
         prefix = os.path.relpath(prepare_default(ROOT / "data"), ROOT)
@@ -126,6 +127,7 @@ class Runner:
             command=shown(cell, commands[0]),
             wall_s=wall_s,
             machine=machine(),
+            code=code_digest(),
         )
         shutil.rmtree(directory / "save", ignore_errors=True)
         result.save(directory)
@@ -201,7 +203,8 @@ def check_start(cell: Cell, number: int, code: int, directory: Path) -> None:
         return
     if code in (0, 64):
         raise BrokenRun(f"start {number} was to die and ended with {code}:\n{_tail(log)}")
-    last = max(e["iteration"] for e in read(directory / f"run-{number}") if e["kind"] == "step")
+    done = [e["iteration"] for e in read(directory / f"run-{number}") if e["kind"] == "step"]
+    last = max(done, default=start.loaded)  # it may die in its first step
     if last != start.dies_at - 1:
         raise BrokenRun(f"start {number} died after iteration {last}, not {start.dies_at - 1}")
     tracker = directory / "save" / TRACKER
