@@ -110,7 +110,7 @@ def plan(now: Situation) -> RecoveryPlan | None:
         return None
     gone = drained(now)
     closed = now.closed | slots_of(topology, gone)
-    holds = holds_of(living, now.committed)
+    holds = usable(topology, holds_of(living, now.committed), on)
     if now.before.active_processes and not active:
         holds = {}  # nobody is left who could say that they committed nothing more
     over = any(facts.over for facts in living.values())
@@ -194,7 +194,7 @@ def pool_can_do_more(
         for p in assignment.active_processes
     }
     if not holds:  # nobody trains: what the pool has kept is what there is
-        holds = holds_of(known)
+        holds = usable(topology, holds_of(known), on)
     now = RecoveryPlan(topology, assignment, frozenset(), assignment, ())
     unable = [p for p, facts in known.items() if facts.unable]
     return bool(from_pool(now, ready, holds, closed, unable, on).actions)
@@ -244,6 +244,21 @@ def holds_of(living: Mapping[int, Facts], committed: int = 0) -> dict[int, froze
         for p, facts in living.items()
         if facts.built is not None and facts.committed == committed
     }
+
+
+def usable(
+    topology: Topology, holds: Mapping[int, frozenset[Shard]], on: Strategies
+) -> dict[int, frozenset[Shard]]:
+    """``holds`` without what is left of stages that must be rebuilt.
+
+    With tensor parallelism a stage is rebuilt as a whole: norms and the like, with their optimizer
+    state, must stay the same on all its peers, which they would not if one had new ones.
+    """
+    if not on.checkfree.enabled:
+        return dict(holds)
+    held = frozenset(shard for shards in holds.values() for shard in shards)
+    broken = {shard.pp for shard in set(topology.shards) - held}
+    return {p: frozenset(s for s in shards if s.pp not in broken) for p, shards in holds.items()}
 
 
 def ready_of(living: Mapping[int, Facts], pool: Iterable[int]) -> dict[int, Built]:

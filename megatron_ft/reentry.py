@@ -34,11 +34,14 @@ def prepare(session: Session) -> None:
 def finish_committed_step(session: Session) -> None:
     """Do what Megatron does after the optimizer step, if a death broke it off in between.
 
-    The optimizer step of a committed step is local and was done; counters and schedule follow.
+    The optimizer step of a committed step is local and was done; counters and schedule follow. The
+    state of such a process is sent to others as that of this step, so this comes before a repair.
+    Where nothing was broken off, nothing is done.
     """
     transaction, args = session.transaction, session.args
     if (
-        transaction.iteration != session.committed
+        transaction is None
+        or transaction.iteration != session.committed
         or args.consumed_train_samples != transaction.step_start
     ):
         return

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import arguments
+from megatron_ft import arguments, reentry
 from megatron_ft.arguments import (
     EXIT_BAD_FLAGS,
     EXIT_NO_WAY_ON,
@@ -344,6 +344,7 @@ def _register_backend(job: Job) -> Any:
 
     session = job.session
     session.policy = ResilientPolicy(job.world, session.mend, session.watch)
+    session.policy.before_unwinding = lambda: reentry.finish_committed_step(session)
     register(session.policy)
     return dist.HashStore()
 

@@ -96,6 +96,8 @@ class StepTransaction:
         self.mecefo: Mecefo | None = None
         """Degrades layers and applies MeCeFO's gradient rule, where that is on."""
         self.speeds: Speeds | None = None
+        self._committed_epoch: int | None = None
+        """In which the last step was committed."""
         """How fast each replica is, where quotas follow from that."""
         # The step under way.
         self.iteration = 0
@@ -164,8 +166,10 @@ class StepTransaction:
         if not training:
             self.evaluated += self.reports.summed
         if training:
-            if self.speeds is not None and attempts == 1:
+            # In the first step of an epoch some have begun anew and others have only just come.
+            if self.speeds is not None and self._committed_epoch == self.world.epoch:
                 self.speeds.observe(attempt.times)
+            self._committed_epoch = self.world.epoch
             self.on_commit(self.iteration)
             if self.pair is not None:
                 self.pair.step()  # as Megatron's own: its learning rate may depend on the iteration

@@ -90,6 +90,14 @@ def validate(args: Any) -> None:
             f"{flag} reads samples by microbatch id: leave out --dataloader-type",
         ),
         (
+            (args.decoupled_lr is not None or getattr(args, "use_mup", False))
+            and args.pipeline_model_parallel_size > 2
+            and (args.ft_respawn or args.ft_spares > 0),
+            "a process that builds a stage alone, as with --ft-spares and --ft-respawn, knows "
+            "nothing of other stages' learning rates: leave out --decoupled-lr and MuP, or both of "
+            "those, or have two stages at most",
+        ),
+        (
             args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
             f"{flag} sums the same number of microbatches in every step: leave out "
             "--rampup-batch-size and --step-batch-size-schedule",

@@ -46,7 +46,8 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 if rate is not None and not single.is_stub_optimizer:
                     stack.enter_context(rate.common_steps(single.optimizer))
             state = original(args, model, optimizer, *rest, **kwargs)
-        if args.ckpt_format == "torch" and "optimizer" in state:
+        # Without CheckFree+ what is marked like a twin is the other end of tied embeddings.
+        if args.ft_checkfree_plus and args.ckpt_format == "torch" and "optimizer" in state:
             state["optimizer"] = twin_state.without_twins(optimizer, state["optimizer"])
         return state
 
@@ -56,9 +57,11 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
+        from megatron.training import get_args
+
         from megatron_ft.checkfree import twin_state
 
-        if not self.is_stub_optimizer:
+        if get_args().ft_checkfree_plus and not self.is_stub_optimizer:
             state_dict = twin_state.with_twins(self, state_dict)
         return original(self, state_dict)
 

@@ -257,14 +257,21 @@ def _check_state(now: Situation, result: RecoveryPlan, holds: Held) -> None:
         built = now.living[p].built
         have[p] -= set() if built is None else {built.shard}
     held = {shard for shards in have.values() for shard in shards}
+    rebuilt = {
+        topology.shard_of(a.slot): a.process for a in result.actions if isinstance(a, Rebuild)
+    }
     for action in result.actions:
         if isinstance(action, Fill | Adopt):
             shard = topology.shard_of(action.slot)
+            if shard in rebuilt:
+                assert action.source_process == rebuilt[shard], f"{action}: not what was rebuilt"
             assert shard in have[action.source_process], f"{action}: its source has no such state"
             have[action.process].add(shard)
         elif isinstance(action, Rebuild):
             shard = topology.shard_of(action.slot)
-            assert shard not in held, f"{action}: somebody holds it"
+            peers = {s for s in topology.shards if s.pp == shard.pp}
+            assert not peers <= held, f"{action}: its stage is held, all of it"
+            assert peers <= rebuilt.keys(), f"{action}: peers that must stay alike are not rebuilt"
             assert now.strategies.checkfree.enabled and action.from_slots
             for slot in action.from_slots:
                 process = after.process_of[slot]
@@ -295,7 +302,7 @@ def _check_stop(now: Situation, result: RecoveryPlan, holds: Held) -> None:
         for p, facts in now.living.items()
         if knows
     }
-    have = {shard for shards in told.values() for shard in shards}
+    have = in_whole_stages(now, {shard for shards in told.values() for shard in shards})
     lost = {s for s in topology.shards if s not in have and not can_be_rebuilt(now, s, have)}
     if lost:
         assert result.stop is not None and result.stop.rule == 2
@@ -324,6 +331,13 @@ def _check_stop(now: Situation, result: RecoveryPlan, holds: Held) -> None:
     )
     assert (result.stop is None) == comes
     assert result.stop is None or result.stop.rule == 4
+
+
+def in_whole_stages(now: Situation, have: set[Shard]) -> set[Shard]:
+    """With CheckFree a stage of which a tensor-parallel part is lost is lost as a whole."""
+    if not now.strategies.checkfree.enabled:
+        return have
+    return {s for s in have if {o for o in now.topology.shards if o.pp == s.pp} <= have}
 
 
 def can_be_rebuilt(now: Situation, lost: Shard, have: set[Shard]) -> bool:

@@ -61,6 +61,11 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
         "an unknown policy": (4, flags("--ft-recover-policy", "x"), "invalid choice: 'x'"),
         "no number": (4, flags("--seq-length", "many"), "invalid int value: 'many'"),
         "one replica": (2, flags(*RECOVER), "at least two replicas"),
+        "learning rates of their own": (
+            8,
+            flags(*RECOVER, "--ft-respawn", "--decoupled-lr", "1e-3", "--num-layers", "4", pp=4),
+            "or have two stages at most",
+        ),
         "interleaved": (4, flags(*RECOVER, *interleaved), "leave out the interleaved schedule"),
         "distributed optimizer": (
             4,

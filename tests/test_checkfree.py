@@ -253,17 +253,20 @@ def test_factor_of_the_learning_rate() -> None:
 
 
 def test_what_is_known_of_rebuilt_stages() -> None:
-    args = SimpleNamespace()
+    args = SimpleNamespace(pipeline_model_parallel_size=4)
     lr_scale.note(args, 2, 10, uncounted=10)
     lr_scale.note(args, 2, 10)  # as every process does, the rebuilt one too
     lr_scale.note(args, 0, 12)
     assert lr_scale.record(args) == {2: (10, 10), 0: (12, 0)}
     lr_scale.note(args, 2, 20)  # again: nothing is left of the first time
     assert lr_scale.record(args) == {2: (20, 0), 0: (12, 0)}
-    resumed = SimpleNamespace()
+    resumed = SimpleNamespace(pipeline_model_parallel_size=4)
     lr_scale.note(args, 2, 20, uncounted=20)
     lr_scale.remember(resumed, args)
     assert lr_scale.record(resumed) == {2: (20, 0), 0: (12, 0)}
+    otherwise = SimpleNamespace(pipeline_model_parallel_size=8)
+    lr_scale.remember(otherwise, args)
+    assert lr_scale.record(otherwise) == {}, "these layers are on other stages"
 
 
 @given(st.integers(1, 50), st.integers(0, 2000))

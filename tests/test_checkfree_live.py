@@ -110,13 +110,20 @@ def test_each_stage_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_parallel_peer(tmp_path: Path) -> None:
+    """One half of a stage is lost: both are rebuilt, so that what they share stays alike."""
     run = rebuilding(
         *(tmp_path, "--ft-checkfree", "--ft-fault", "kill@9:slot=2"),
         layers=6,
         **{**STRAIGHT, "tp": 2},
     )
     assert_faults_fired(run, 1)
-    assert_goes_on(run, 1)
+    assert_goes_on(run, 2)
+    rebuilt = dumps(tmp_path, "rebuilt")
+    assert sorted(rebuilt) == [2, 3]
+    shared = [name for name in layers_of(rebuilt[2]) if "layer_norm" in name or "layernorm" in name]
+    assert shared
+    for name in shared:
+        assert torch.equal(rebuilt[2]["weights"][name], rebuilt[3]["weights"][name]), name
 
 
 @pytest.mark.slow

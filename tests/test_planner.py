@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_job import Job, check, happens, jobs, planned, shuffled
+from planner_job import Job, check, happens, in_whole_stages, jobs, planned, shuffled
 
 from megatron_ft.checkfree.options import CheckfreeOptions
 from megatron_ft.planner import (
@@ -154,6 +154,17 @@ def test_rule_2_rebuilds_in_place_where_the_process_lives() -> None:
     assert result.assignment.process_of == (0, 1, 2, 3)
 
 
+def test_rule_2_rebuilds_all_tensor_parallel_peers_of_a_stage() -> None:
+    topology = Topology(tensor=2, pipeline=3, data=1)
+    on = Strategies(checkfree=CHECKFREE)
+    result = fail(topology, 7, {2}, on=on, built={6: 2})
+    rebuilds = [a for a in result.actions if isinstance(a, Rebuild)]
+    assert rebuilds == [Rebuild(2, 6, (0, 4)), Rebuild(3, 3, (1, 5))]
+    # Without CheckFree what lives is kept, whatever becomes of the other half.
+    alone = fail(topology, 7, {2}, on=Strategies(), built={6: 2})
+    assert alone.stop is not None and "state of stage 1 is lost" in alone.stop.reason
+
+
 def test_rule_2_needs_checkfree_plus_for_the_ends() -> None:
     stop = fail(ONE_BY_FOUR, 5, {0}, on=Strategies(checkfree=CHECKFREE), built={4: 0}).stop
     assert stop is not None and stop.rule == 2 and "--ft-checkfree-plus" in stop.advice
@@ -271,7 +282,7 @@ def test_any_history(job: Job, data: st.DataObject) -> None:
             return
         moves = [a for a in result.actions if isinstance(a, Fill | Rebuild | Adopt)]
         broken = bool(moves) and data.draw(st.integers(0, 3)) == 0
-        held = job.held_of(now.living)
+        held = in_whole_stages(now, job.held_of(now.living))
         job.carry_out(now, result, data.draw(st.integers(0, len(moves))) if broken else None)
         assert held <= job.held_of(job.processes), "the last copy of a stage was dropped"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.checkfree.options import CheckfreeOptions
 from megatron_ft.planner import Facts, builders
-from megatron_ft.recovery_plan import Fill, Rebuild
+from megatron_ft.recovery_plan import Fill, Rebuild, RecoveryPlan
 from megatron_ft.rejoin.history import History
 from megatron_ft.rejoin.hope import Help, stop_if_hopeless
 from megatron_ft.rejoin.refill import (
@@ -229,6 +231,32 @@ def test_a_slot_for_which_newcomers_keep_dying_stays_vacant() -> None:
     assert history.barred == frozenset()
     history.count_unborn((3,))
     assert history.barred == {3}
+
+
+def test_who_takes_its_slot_again_is_no_replacement() -> None:
+    """Two stages are lost in one step: after the first all take their slots again, then the second
+    is found to be lost, too. That fails nobody, however often it happens."""
+    topology = Topology(tensor=1, pipeline=4, data=1)
+    before = initial_assignment(topology, range(4))
+    history = History()
+    for step in (10, 20, 30, 40):
+        back = [Fill(slot, slot, slot, None) for slot in (1, 2, 3)]
+        plan = RecoveryPlan(topology, before, frozenset(), before, (*back, Rebuild(0, 0, (1,))))
+        told = {p: Facts(built=Built(Shard(0, p), p), committed=step) for p in range(4)}
+        history.count_failures((), told, {})
+        history.note_fills(plan)
+        told[3] = replace(told[3], receiving=True)
+        history.count_failures((), told, {})
+        assert history.barred == frozenset()
+    # Whom a replacement's state does not reach, three times in a row, is one that failed.
+    for _ in range(3):
+        history.note_fills(RecoveryPlan(topology, before, frozenset(), before, (Fill(1, 1, 2, 2),)))
+        told = {1: Facts(built=Built(Shard(0, 1), 1), committed=40, receiving=True)}
+        history.count_failures((), told, {})
+    assert history.barred == {1}
+    history.note_fills(RecoveryPlan(topology, before, frozenset(), before, (Fill(1, 1, 2, 2),)))
+    history.count_failures((), {1: replace(told[1], committed=41)}, {})
+    assert history.barred == frozenset(), "it had trained a step in between"
 
 
 def test_a_process_that_is_started_builds_what_nobody_else_does() -> None:

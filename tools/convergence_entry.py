@@ -42,6 +42,7 @@ def random() -> None:
     import torch
 
     from megatron_ft.checkfree import live, parts
+    from megatron_ft.rng import key
     from megatron_ft.schedule.passage import innermost
 
     original = live.rebuild
@@ -50,9 +51,9 @@ def random() -> None:
     def rebuild(session: Any, *args: Any, **kwargs: Any) -> Any:
         moved = original(session, *args, **kwargs)
         config = innermost(session.model[0]).config
-        seed = f"{session.args.seed}|{session.committed}|{session.world.slots}"
+        seed = key(session.args.seed, session.committed, *session.world.slots)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(int.from_bytes(seed.encode()) % 2**63)
+            torch.default_generator.manual_seed(seed)
             for name, parameter in parts.layers(session.model).items():
                 initialise(config, name, parameter.data)
                 parts.master(parameter).data.copy_(parameter.data)

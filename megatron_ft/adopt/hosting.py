@@ -147,11 +147,16 @@ class Hosting:
         if self.stage is not None and self.stage.view is not self._view:
             self._keep()
         stage = self.stage
-        if self.world.slots and self._kept:
+        dropped = bool(self.world.slots and self._kept)
+        if dropped:
             self._kept = []
-            gc.collect()  # a model and its optimizer hold each other
-        if transaction is None:
-            return
+        if transaction is not None:
+            self._follow(transaction, stage)
+        if dropped:
+            gc.collect()  # a model and its optimizer hold each other; by now nobody else does
+
+    def _follow(self, transaction: Any, stage: AdoptedStage | None) -> None:
+        """Let the step and the pipeline have the stages that this process serves now."""
         hosted = None if transaction.pair is None else transaction.pair.adopted
         if stage is not hosted:
             transaction.host(None if stage is None else Pair(self.session, stage))

@@ -15,6 +15,7 @@ steps before that which its Adam does not count; those are known on the stage it
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from megatron_ft.checkfree.options import CheckfreeOptions
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session
+
+logger = logging.getLogger("megatron_ft.checkfree")
 
 RATE = "ft_layer_rate"
 """The attribute of each of Megatron's optimizers that holds its ``LayerRate``."""
@@ -106,8 +109,19 @@ def hear(args: Any, told: Any, stage: int) -> int:
 
 
 def remember(args: Any, checkpoint_args: Any) -> None:
-    """Take over what a checkpoint knows of rebuilt stages; its Adam states count all steps."""
+    """Take over what a checkpoint knows of rebuilt stages; its Adam states count all steps.
+
+    With another number of stages, layers are on other ones: then all have the usual rate again.
+    """
     known = {stage: (at, 0) for stage, (at, _) in record(checkpoint_args).items()}
+    stages = getattr(checkpoint_args, "pipeline_model_parallel_size", None)
+    if known and stages != args.pipeline_model_parallel_size:
+        logger.warning(
+            "the checkpoint is of %s stages, of which %s were rebuilt: their layers are on other "
+            "stages now and have the usual learning rate",
+            *(stages, sorted(known)),
+        )
+        known = {}
     setattr(args, RECORD, known)
 
 

@@ -68,8 +68,7 @@ class History:
             if facts.receiving and process in self.filled_at:
                 # It lives, but its state did not arrive: no better than one that died.
                 slot, at = self.filled_at.pop(process)
-                if committed <= at:
-                    self.failures[slot] = self.failures.get(slot, 0) + 1
+                self.failures[slot] = self.failures.get(slot, 0) + 1 if committed <= at else 0
 
     def count_unborn(self, slots: Collection[int]) -> None:
         """Count replacements that died while they built, before they were one of the world.
@@ -81,7 +80,10 @@ class History:
             self.failures[slot] = self.failures.get(slot, 0) + 1
 
     def note_fills(self, plan: RecoveryPlan) -> None:
-        """Note which slots a plan fills, and before which step."""
+        """Note who replaces somebody, in which slot, and before which step.
+
+        Who only takes its slot again, with the state that it holds, is no replacement.
+        """
         for action in plan.actions:
-            if isinstance(action, Fill | Rebuild):
+            if isinstance(action, Rebuild) or (isinstance(action, Fill) and action.is_copy):
                 self.filled_at[action.process] = (action.slot, self.committed)

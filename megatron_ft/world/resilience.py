@@ -77,6 +77,9 @@ class ResilientPolicy(PlainPolicy):
         self.entering = False
         """Between a process's filling a slot and its first step: the others are elsewhere, so
         barriers and sums over all of them are not for it."""
+        self.before_unwinding: Callable[[], None] = lambda: None
+        """Called when this process's replica has broken outside of a step, so that Megatron's loop
+        is left: before the repair, in which others may get this process's state."""
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -150,6 +153,7 @@ class ResilientPolicy(PlainPolicy):
             self.processes.revoke_groups(pipeline=True)
             agreed = self.processes.agree(False)
             assert not agreed
+            self.before_unwinding()
             self.mend(name)
             raise
 

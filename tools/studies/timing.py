@@ -23,8 +23,9 @@ SIMULATED = (4, 16)
 """Stages and microbatches of the pipeline that costs are simulated for: four microbatches a stage.
 The studies' jobs have one, which would show the bubble more than anything else."""
 
-MECEFO_STAGE_COST = 1.29
-"""Two stages on one process, in units of one normal stage (``tools/bench_mecefo.py`` measures)."""
+MECEFO_STAGE_COST = 1.13
+"""Two stages on one process, in units of one normal stage: what ``tools/bench_mecefo.py`` measured
+with the default rank (docs/mecefo.md)."""
 
 
 def simulated(
