@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from megatron_ft.rejoin import priority, spawn
 from megatron_ft.rejoin.building import Meanwhile
+from megatron_ft.world import numbers
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session
@@ -50,6 +51,8 @@ class Newcomer:
         """Wait until the others take this process in, and take part in the repair that does it."""
         membership, world = session.membership, session.world
         assert world is not None
+        # While it is alone, for it may be many.
+        numbers.catch_up(self.order.made + numbers.SLACK)
         priority.restore()
         try:
             boot = spawn.wait_for_boot(self.bridge, BOOT_PATIENCE_S)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft import planner
 from megatron_ft.planner import Facts
 from megatron_ft.rejoin.spawn import BOOT_TAG, IN_TAG, OUT_TAG, Order, Spawner
+from megatron_ft.world import numbers
 from megatron_ft.world.repaired import Report
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Replacements:
             iteration=session.iteration,
             run_dir=str(session.observer.run_dir.path),
             watch=session.watch.shared() if session.watch is not None else None,
+            made=numbers.made(),
         )
 
     def _reserve(self) -> int:

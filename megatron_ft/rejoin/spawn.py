@@ -48,6 +48,8 @@ class Order:
     run_dir: str
     watch: tuple[str, str] | None
     """Where the processes of its parent's host watch each other."""
+    made: int = 0
+    """How many communicators its parent has made."""
 
 
 class Spawner:

@@ -27,6 +27,8 @@ class Report:
     adopted: tuple[int, tuple[GroupKey, ...]] | None = None
     """The slot that it serves beside its own, or served last, and the groups of that one. Where all
     who had built the stage for themselves are dead, they are known from here."""
+    made: int = 0
+    """How many communicators it has made."""
 
 
 @dataclass(frozen=True)

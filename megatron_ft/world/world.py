@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
+from megatron_ft.world import numbers
 from megatron_ft.world.comms import agreed, free, merged_with, quiet, revoke, split_groups
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import is_failure
@@ -245,7 +246,9 @@ class World:
         waited = 0.0
         while True:
             groups = () if self.alone is not None else tuple(self.groups)
-            report = Report(self.process, groups, self.label, facts, self.knows_groups_of)
+            report = Report(
+                self.process, groups, self.label, facts, self.knows_groups_of, numbers.made()
+            )
             waited -= time.monotonic()
             with self.watch.waiting():
                 new = quiet(self.comm.Shrink())
@@ -285,6 +288,7 @@ class World:
     ) -> Outcome:
         with self.watch.waiting():
             reports = {r.process: r for r in new.allgather(report)}
+        numbers.catch_up(max(r.made for r in reports.values()) + numbers.SLACK)
         dead = frozenset(known - set(reports))
         plan = self.planner(before, dead, reports)
         assignment = plan.assignment if plan is not None else _without(before, dead)
