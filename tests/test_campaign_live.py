@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness import ROOT
-
-# Two launches of two ranks each.
-pytestmark = pytest.mark.slow
 
 
 def test_the_sample(tmp_path: Path) -> None:
+    """Two launches of two ranks; the second time its results are kept."""
     command = [sys.executable, "tools/campaign.py", "examples/campaigns/sample.yaml"]
     arguments = ["--out", str(tmp_path)]
     for kept in (False, True):

@@ -105,6 +105,18 @@ def test_each_is_found_in_its_time(children: Children) -> None:
     assert named == {number[behaviour] for behaviour in died}
 
 
+def test_who_waits_in_vain_leaves_and_those_after_it_later(children: Children) -> None:
+    first, second = children.start("wait"), children.start("wait")
+    end = time.monotonic() + COLLECTIVE + 2 * ALIVE + SLACK
+    while first not in children.dead() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert children.dead() == {first}
+    while second not in children.dead() and time.monotonic() < end + ALIVE:
+        time.sleep(0.02)
+    assert children.dead() == {first, second}
+    assert all("broke off" in text for text in children.end())
+
+
 def test_another_process_with_the_same_number_is_not_hit(children: Children) -> None:
     children.start("work")
     forged = children.start("forge")

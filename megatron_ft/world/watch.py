@@ -5,7 +5,8 @@ of its host: *alive*, stamped by a thread of its own, and *progress*, stamped by
 sibling that sees one unchanged for longer than its timeout kills that process. A stopped process, a
 held GIL and an endless loop in user code all become a death. A main thread that waits for others in
 MPI makes no progress through no fault of its own, says so, and is left alone; if that lasts longer
-than the collective timeout its own thread revokes what it waits in.
+than the collective timeout its own thread revokes what it waits in. An agreement or a shrinking
+cannot be revoked: who still waits then ends itself, one after another, and the others go on.
 
 Until a process trains for the first time it may hold its GIL for long (loading torch's libraries),
 and nothing could be mended yet: it is killed early only if it is stopped, as the kernel says.
@@ -228,9 +229,20 @@ class Watch(NoWatch):
                 self._broken_off = since
                 logger.warning("waiting for others for %.1f s: broken off", lasted)
                 self.on_collective_timeout(lasted)
+            patience = self.timeouts.collective + (2 + self._order()) * self.timeouts.alive
+            if since and since == self._broken_off and lasted > patience:
+                logger.error(
+                    "waiting for others for %.1f s, and broken off in vain: leaving", lasted
+                )
+                os.kill(os.getpid(), signal.SIGKILL)
             for index in range(_CAPACITY):
                 if index != self._index and self._words[index * _WORDS + _STATE] != _FREE:
                     self._check(index * _WORDS)
+
+    def _order(self) -> int:
+        """How many records there are before this process's."""
+        states = (self._words[index * _WORDS + _STATE] for index in range(self._index))
+        return sum(state != _FREE for state in states)
 
     def _check(self, base: int) -> None:
         state, times = self._words[base + _STATE], self.timeouts
