@@ -243,6 +243,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     import torch
 
     from megatron_ft.patches import (
+        adam,
         checkfree,
         cpu_device,
         faults,
@@ -273,6 +274,8 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         registry.install(recover.PATCHES)
     if job.early.mecefo.enabled:
         registry.install(mecefo.PATCHES)
+    if job.early.mecefo.enabled or job.early.checkfree.enabled:
+        registry.install(adam.PATCHES)
     if job.early.checkfree.enabled:
         registry.install(checkfree.PATCHES)
     if session.injector is not None:

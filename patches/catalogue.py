@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calls, checkfree, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
+from . import adam, calls, checkfree, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
 from .registry import Patch, Reliance
 
 AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
@@ -13,6 +13,7 @@ AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "vacancy": ulfm.VACANCY,
     "recover": recover.PATCHES,
     "mecefo": mecefo.PATCHES,
+    "adam": adam.PATCHES,
     "checkfree": checkfree.PATCHES,
     "faults": faults.PATCHES,
     "calls": (*calls.RELIANCES, *checkfree.RELIANCES, *mecefo.RELIANCES),
@@ -26,6 +27,7 @@ WHEN: dict[str, str] = {
     "vacancy": "a strategy is on",
     "recover": "a strategy is on",
     "mecefo": "--ft-mecefo",
+    "adam": "--ft-mecefo, --ft-checkfree or --ft-checkfree-plus",
     "checkfree": "--ft-checkfree or --ft-checkfree-plus",
     "faults": "faults are injected",
     "calls": "never: called as it is",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -38,14 +37,9 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate_state_dict(
         args: Any, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
     ) -> Any:
-        from megatron_ft.checkfree import parts, twin_state
+        from megatron_ft.checkfree import twin_state
 
-        with contextlib.ExitStack() as stack:
-            for single in parts.optimizers(optimizer) if optimizer is not None else ():
-                rate = getattr(single, "ft_layer_rate", None)
-                if rate is not None and not single.is_stub_optimizer:
-                    stack.enter_context(rate.common_steps(single.optimizer))
-            state = original(args, model, optimizer, *rest, **kwargs)
+        state = original(args, model, optimizer, *rest, **kwargs)
         # Without CheckFree+ what is marked like a twin is the other end of tied embeddings.
         if args.ft_checkfree_plus and args.ckpt_format == "torch" and "optimizer" in state:
             state["optimizer"] = twin_state.without_twins(optimizer, state["optimizer"])
@@ -121,7 +115,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="checkfree.save",
         target=f"{_CHECKPOINT}:generate_state_dict",
-        reason="checkpoints know one step count of Adam, and no twins",
+        reason="files of the torch format have no twins in them",
         kind="wrap",
         make=_generate,
         requires=("args", "model", "optimizer"),

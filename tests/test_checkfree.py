@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi_job import run_ranks
 
-from megatron_ft.checkfree import adam, lr_scale
+from megatron_ft import adam
+from megatron_ft.checkfree import lr_scale
 from megatron_ft.checkfree.options import (
     CheckfreeOptions,
     add_flags,

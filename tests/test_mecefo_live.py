@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import Run, assert_faults_fired, launch, relative
+from test_recover_checkpoint import resumed, saving
 from test_recover_matrix import PIPELINE as GRID
 from test_recover_matrix import reference as fault_free
 from test_stock import OVERLAP
@@ -161,6 +162,66 @@ def test_a_budget_buys_exact_attention(tmp_path: Path) -> None:
     """Two stages may take twice as long: nothing is skipped, so nothing is held."""
     flags = ("--ft-mecefo-budget", "2", "--ft-mecefo-memory", "2")
     assert held(tmp_path, *flags, extras="mecefo")[0] == {False}
+
+
+# From the first step on, so that Adam has no state of attention at all, or later.
+NEVER, LATER = "degrade@1:stage=0:for=2", "degrade@3:stage=0:for=2"
+OF_ZEROS = 3e-3
+"""A common count of two makes of moments of zero a first update of 0.6 times the size."""
+HALF = ("--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "1024")
+SAVED: dict[str, tuple[str, str, int, float, tuple[str, ...]]] = {
+    "later": (LATER, "torch_dist", 4, BOUND, ()),
+    "never": (NEVER, "torch_dist", 2, OF_ZEROS, ()),
+    "never, and then": (NEVER, "torch_dist", 4, BOUND, ()),
+    "bf16": (NEVER, "torch_dist", 2, OF_ZEROS, ("--bf16", *HALF[:1])),
+    "fp16": (LATER, "torch_dist", 4, BOUND, ("--fp16", *HALF)),
+    "torch": (LATER, "torch", 4, 1e-6, ()),
+    "torch, never": (NEVER, "torch", 2, 1e-6, ()),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "later" else pytest.mark.slow) for c in SAVED]
+)
+def test_a_checkpoint_after_held_steps_is_written_and_loaded(case: str, tmp_path: Path) -> None:
+    """By one process, as all other replicas are degraded too."""
+    fault, form, step, bound, flags = SAVED[case]
+    save = saving(tmp_path, form, every=step)
+    first = launch("--ft-mecefo", *flags, *save, "--ft-fault", fault, **ALONE)
+    assert first.returncode == 0, first.output[-4000:]
+    assert_faults_fired(first, 1)
+    # Degraded in its last step, so that the flag is allowed; no loss shows it.
+    last = ("--ft-mecefo", "--ft-fault", "degrade@6:stage=0")
+    again = resumed(tmp_path, form, step, *last, *flags, **ALONE)
+    assert again.returncode == 0, again.output[-4000:]
+    assert sorted(again.steps) == list(range(step + 1, 7))
+    assert_goes_on_closely(again, first, step, bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_attention_is_held_in_a_rebuilt_stage_that_is_saved(form: str, tmp_path: Path) -> None:
+    """With CheckFree: Adam of stage 1 counts from step 3 on, that of its attention not step 5."""
+    flags = ("--num-layers", "6", "--ft-recover", "--ft-checkfree", "--ft-mecefo")
+    faults = ("--ft-fault", "lose-stage@3:stage=1", "--ft-fault", "degrade@5:stage=1")
+    sizes = {"tp": 1, "pp": 3, "dp": 1, "iters": 7}
+    first = launch(*flags, *faults, *saving(tmp_path, form, every=5), **sizes)
+    assert first.returncode == 0, first.output[-4000:]
+    assert_faults_fired(first, 2)
+    assert [event["stage"] for event in first.of_kind("stage_rebuilt")] == [1]
+    again = resumed(tmp_path, form, 5, *flags, **sizes)
+    assert again.returncode == 0, again.output[-4000:]
+    assert sorted(again.steps) == [6, 7]
+    assert_goes_on_closely(again, first, 5, BOUND)
+
+
+def assert_goes_on_closely(again: Run, first: Run, step: int, bound: float) -> None:
+    """Weights are those that were saved, so the first loss is the same. What the next steps make of
+    Adam's state is the same where each parameter keeps its own count, and close where all have one.
+    """
+    for i in again.steps:
+        apart = relative(first.losses[i], again.losses[i])
+        assert apart <= (1e-6 if i == step + 1 else bound), (i, apart)
 
 
 @pytest.mark.slow

@@ -222,8 +222,8 @@ def test_the_arithmetic_that_takes_transformer_engines_place(
 # -- holding ---------------------------------------------------------------------------------------
 
 
-def trainable(bf16: bool) -> tuple[Any, Any]:
-    """A block in DDP and Megatron's AdamW for it, after two ordinary steps."""
+def trainable(bf16: bool, steps: int = 2) -> tuple[Any, Any]:
+    """A block in DDP and Megatron's AdamW for it, after some ordinary steps."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -236,7 +236,7 @@ def trainable(bf16: bool) -> tuple[Any, Any]:
         optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=bf16, params_dtype=dtype, clip_grad=1.0
     )
     optimizer = get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False)
-    for seed in (1, 2):
+    for seed in range(1, steps + 1):
         fill(ddp, seed)
         optimizer.step()
     return ddp, optimizer

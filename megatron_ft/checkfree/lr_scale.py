@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ft.checkfree import adam, parts
+from megatron_ft.checkfree import parts
 from megatron_ft.checkfree.options import RECORD as RECORD
 from megatron_ft.checkfree.options import CheckfreeOptions
 
@@ -178,20 +178,16 @@ class LayerRate:
             layers["step"] = group["step"] - uncounted
         return rest, layers
 
-    @contextlib.contextmanager
-    def common_steps(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """While a checkpoint is written: the layers' states as if all steps were counted."""
-        uncounted, kept = self.uncounted(), {}
-        if uncounted:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if self.has(p) and p in optimizer.state:
-                        kept[p] = optimizer.state[p]
-                        optimizer.state[p] = adam.common(group, kept[p], uncounted)
-        try:
-            yield
-        finally:
-            optimizer.state.update(kept)
+
+def uncounted_of(single: Any, parameter: torch.Tensor) -> int:
+    """Optimizer steps before the rebuild of a parameter's stage that its Adam does not count.
+
+    Args:
+        single: Megatron's optimizer of the parameter; without a rate where CheckFree is off.
+        parameter: What it updates.
+    """
+    rate: LayerRate | None = getattr(single, RATE, None)
+    return rate.uncounted() if rate is not None and rate.has(parameter) else 0
 
 
 def attach(

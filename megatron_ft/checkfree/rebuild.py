@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from megatron_ft.checkfree import adam, lr_scale, parts
+from megatron_ft import adam
+from megatron_ft.checkfree import lr_scale, parts
 from megatron_ft.checkfree.options import CheckfreeOptions
 from megatron_ft.checkfree.wire import receive, send
 from megatron_ft.rejoin import transfer
@@ -268,13 +269,14 @@ def _common_states(
     session: Session, layers: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, Any]]:
     """Adam's states of this stage's layers as if all steps of the run were counted."""
-    states, owners = {}, parts.owners(session.optimizer)
-    for name, p in layers.items():
-        single, group = owners[id(parts.master(p))]
-        rate = getattr(single, lr_scale.RATE)
-        state = single.optimizer.state.get(parts.master(p), {})
-        states[name] = adam.common(group, state, rate.uncounted())
-    return states
+    owners = parts.owners(session.optimizer)
+    changed = adam.rewritten(parts.optimizers(session.optimizer), lr_scale.uncounted_of)
+    states = {id(p): state for _, p, state in changed}
+    masters = {name: parts.master(p) for name, p in layers.items()}
+    return {
+        name: states.get(id(p)) or dict(owners[id(p)][0].optimizer.state.get(p, {}))
+        for name, p in masters.items()
+    }
 
 
 def _end(session: Session, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -22,11 +22,12 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
     sys.argv[1:] = sys.argv[4:]
 
-    from megatron_ft.patches import checkfree, cpu_device, wheel
+    from megatron_ft.patches import adam, checkfree, cpu_device, wheel
     from megatron_ft.patches.registry import registry
 
     registry.install(cpu_device.PATCHES)
     registry.install(wheel.PATCHES)
+    registry.install(adam.PATCHES)
     registry.install(checkfree.PATCHES)
 
     from checkfree_cases import CASES, Job
