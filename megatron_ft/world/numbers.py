@@ -59,7 +59,8 @@ def _sample() -> bytes:
         handle = ctypes.c_void_p.from_address(MPI._addressof(comm)).value
         with Path("/proc/self/mem").open("rb", buffering=0) as memory:
             memory.seek(handle or 0)
-            return memory.read(_HEAD)
+            # Where the memory ends before that, so does what is read.
+            return memory.read(_HEAD).ljust(_HEAD, b"\0")
     finally:
         comm.Free()
 
