@@ -109,6 +109,7 @@ RUN_BY = {
         "test_convergence.py::test_jobs_of_the_studies"
     ),
     "python tools/bench_overhead.py --compare *": LAUNCHED,
+    "python tools/bench_rebuild.py": LAUNCHED,
     "python tools/bench_collectives.py -n 2 4": LAUNCHED,
     "python tools/bench_mecefo.py": "test_mecefo_bench.py::test_a_tiny_stage",
     "python tools/rounds.py *": "test_rounds.py::test_two_rounds",

@@ -217,9 +217,10 @@ def one_round(
 
 
 def kill_one(run_dir: Path, chance: random.Random) -> list[int]:
-    """Kill any process of the job, one that is just being started too; returns its pid.
+    """Kill any process of the job, one that is just being started too.
 
-    None where the job has just ended and the launcher has not started it again yet.
+    Returns:
+        Its pid; nothing where the job has just ended and the launcher has not started it again yet.
     """
     ranks = ranks_of(run_dir)
     if not ranks:

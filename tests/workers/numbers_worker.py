@@ -54,7 +54,7 @@ def main() -> None:
         agreed(world, True)
         world, old = quiet(world.Shrink()), world
         free(old)
-    threading.Timer(15.0, stuck).start()
+    threading.Timer(6.0, stuck).start()
     wrong = 0
     for number in range(OF_ITS_OWN):
         wrong += agree_and_free(world, 2)
