@@ -170,6 +170,25 @@ def stray() -> None:
     Attempt.before_microbatch = before  # type: ignore[method-assign]
 
 
+def garbled() -> None:
+    """Slot 1 hears another word than was agreed on in the vote on step 5."""
+    from megatron_ft.session import current
+    from megatron_ft.world.world import World
+
+    original, heard = World._agreement, []
+
+    @functools.wraps(original)
+    def agreement(self: World, word: int) -> int:
+        agreed = original(self, word)
+        step = current().transaction
+        if heard or self.slots != (1,) or step is None or step.iteration != 5:
+            return agreed
+        heard.append(agreed)
+        return agreed & 0xF0
+
+    World._agreement = agreement  # type: ignore[method-assign]
+
+
 def full_disk() -> None:
     """From step 3 on slot 2 can write small files only, as if its disk were full."""
     from megatron_ft.session import Session
@@ -242,6 +261,7 @@ EXTRAS: dict[str, Callable[[], None]] = {
     **hooks.LOOKS,
     **hooks.SABOTAGE,
     "full-disk": full_disk,
+    "garbled": garbled,
     "mecefo": mecefo,
     "no-adopted-rate": no_adopted_rate,
     "no-compact": no_compact,

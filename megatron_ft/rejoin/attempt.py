@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from mpi4py import MPI
 
-from megatron_ft.world.comms import quiet
+from megatron_ft.world.comms import AGREEING, quiet
 from megatron_ft.world.environment import is_gone
 from megatron_ft.world.mpirun import GUARD
 
@@ -85,13 +85,15 @@ class Attempt:
         quiet(inter)
         bridge = quiet(inter.Merge(False))
         self._spawning = False  # from here on MPI tells of its death
-        inter.Free()
+        with AGREEING:
+            inter.Free()
         # It imports for seconds, and builds; until it has said that it is ready, nobody asks it.
         _await(bridge, HERE_TAG)
         with self._lock:
             if self._claimed:
                 raise TimeoutError("it came after it had been given up")
-        bridge.send(self._order(), dest=1, tag=ORDER_TAG)
+        with AGREEING:
+            bridge.send(self._order(), dest=1, tag=ORDER_TAG)
         _await(bridge, READY_TAG)
         return bridge
 
@@ -130,8 +132,11 @@ class Attempt:
 
 def _await(bridge: MPI.Intracomm, tag: int) -> None:
     end = time.monotonic() + PREPARE_PATIENCE_S
-    while not bridge.Iprobe(source=1, tag=tag):
+    while True:
+        with AGREEING:
+            if bridge.Iprobe(source=1, tag=tag):
+                bridge.recv(source=1, tag=tag)
+                return
         if time.monotonic() > end:
             raise TimeoutError(f"nothing was heard of it for {PREPARE_PATIENCE_S:g} s")
         time.sleep(LOOK_S)
-    bridge.recv(source=1, tag=tag)

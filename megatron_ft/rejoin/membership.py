@@ -107,6 +107,7 @@ class Membership:
             "built": built,
             "building": self.building,
             "receiving": self.receiving,
+            "objected": self.world.objected,
             "committed": self.session.committed,
             "iteration": self.session.iteration,
             "finished": self.finished,

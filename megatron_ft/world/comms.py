@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 
 from mpi4py import MPI
@@ -10,6 +11,15 @@ from megatron_ft.world.derive import GroupKey, rounds
 from megatron_ft.world.errors import is_failure
 
 _BRIDGE_TAG = 7001
+
+AGREEING = threading.RLock()
+"""Held by a thread that agrees, and by any other one while it calls MPI.
+
+Open MPI 5.0 hears the others' part of an agreement in whatever thread is inside MPI. If that is not
+the one that agrees, words are garbled or lost (``coll_ftagree_earlyreturning.c``: what is put off
+because the agreement is locked is overwritten with pointers, and tables are changed unlocked).
+``tests/test_agreements.py`` shows both.
+"""
 
 
 def quiet(comm: MPI.Comm) -> MPI.Comm:
@@ -38,7 +48,8 @@ def free(comm: MPI.Comm | None) -> None:
 def agreed(comm: MPI.Comm, ok: bool) -> bool:
     """Whether all of ``comm`` say ``ok`` and none has died unnoticed; uniform, revoked or not."""
     try:
-        return comm.Agree(1 if ok else 0) == 1
+        with AGREEING:
+            return comm.Agree(1 if ok else 0) == 1
     except MPI.Exception as error:
         if not is_failure(error):
             raise

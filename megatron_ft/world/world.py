@@ -19,7 +19,7 @@ from mpi4py import MPI
 from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
 from megatron_ft.world import numbers
-from megatron_ft.world.comms import agreed, free, merged_with, quiet, revoke, split_groups
+from megatron_ft.world.comms import AGREEING, agreed, free, merged_with, quiet, revoke, split_groups
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.link import Link
@@ -28,6 +28,8 @@ from megatron_ft.world.watch import NO_WATCH, NoWatch
 
 logger = logging.getLogger("megatron_ft.world")
 
+_OK, _GO_ON, _MARK = 1, 2, 0x5EEDA900
+"""Bits of what is agreed on: yes, no boundary is asked for, and what every whole word has."""
 _SETTLE_S = 0.05
 
 
@@ -101,6 +103,8 @@ class World:
         """Forgets them."""
         self.known_keys: tuple[GroupKey, ...] = ()
         """The groups of all who serve slots, as of the last repair."""
+        self.objected = False
+        """Whether this process does not know what was agreed on last."""
         self.boundary_asked = False
         self._joined: dict[int, float] = {}
         """Processes taken in since the last repair, and the seconds that it took."""
@@ -163,16 +167,30 @@ class World:
             boundary: Ask everyone for a repair at the next step boundary, without a failure;
                 ``boundary_asked`` tells on every process whether somebody did.
         """
+        agreed = self._agreement(_MARK | (_OK if ok else 0) | (0 if boundary else _GO_ON))
+        if agreed & _MARK != _MARK:
+            # Open MPI garbles a word now and then (comms.AGREEING). The others may have heard the
+            # right one, and gone on: this process says no in what they agree on next.
+            logger.warning("what was agreed on came garbled: this process objects")
+            self.objected = True
+            self.revoke_active()
+            self.revoke_groups(pipeline=True)
+            self._agreement(_MARK)
+            return False
+        self.boundary_asked = self.boundary_asked or not agreed & _GO_ON
+        return bool(agreed & _OK)
+
+    def _agreement(self, word: int) -> int:
+        """What is in the words of all active processes; ``_MARK`` alone if one has died."""
         assert self.active is not None
         self.watch.begin_wait()
         try:
-            agreed = self.active.Agree((1 if ok else 0) | (0 if boundary else 2))
-            self.boundary_asked = self.boundary_asked or not agreed & 2
-            return bool(agreed & 1)
+            with AGREEING:
+                return int(self.active.Agree(word))
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
-            return False
+            return _MARK | _GO_ON
         finally:
             self.watch.end_wait()
 
@@ -250,7 +268,7 @@ class World:
                 self.process, groups, self.label, facts, self.knows_groups_of, numbers.made()
             )
             waited -= time.monotonic()
-            with self.watch.waiting():
+            with self.watch.waiting(), AGREEING:
                 new = quiet(self.comm.Shrink())
             waited += time.monotonic()
             outcome, ok = None, True
@@ -270,7 +288,7 @@ class World:
                 outcome.discard()
         assert outcome is not None
         self._install(outcome)
-        self.boundary_asked = False
+        self.boundary_asked = self.objected = False
         joined, self._joined = self._joined, {}
         return Repaired(
             epoch=self.epoch,
