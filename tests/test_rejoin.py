@@ -50,7 +50,7 @@ def test_a_new_process_is_started_for_a_dead_one(reference: Run) -> None:
     assert_all_back(run, reference, {1, 3})
 
 
-@pytest.mark.parametrize("point", ["forward", "optimizer"])
+@pytest.mark.parametrize("point", [pytest.param("forward", marks=pytest.mark.slow), "optimizer"])
 def test_a_spare_takes_the_state_of_a_process_that_stays_in_the_pool(
     reference: Run, point: str
 ) -> None:
