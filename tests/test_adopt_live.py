@@ -110,7 +110,7 @@ def test_the_adopted_slot_is_given_back(
 ) -> None:
     """A neighbour serves the slot until another process has built its stage."""
     run = run_with(
-        *(f"kill@5:slot={slot}:point=forward:n=1", "slow@4:slot=0:s=0.08:for=36"),
+        *(f"kill@5:slot={slot}:point=forward:n=1", "slow@4:slot=0:s=0.2:for=36"),
         directory=tmp_path,
         flags=(*EXACT, *flags),
         processes=processes,

@@ -131,10 +131,12 @@ def test_all_replicas_of_a_stage_at_once(tmp_path: Path) -> None:
     run = rebuilding(
         *(tmp_path, "--ft-recover", "--ft-checkfree"),
         *("--ft-fault", "kill@9:slot=2", "--ft-fault", "kill@9:slot=3"),
+        # New processes come one after the other, and the second one must come before the end.
+        *("--ft-fault", "slow@10:slot=0:s=0.3:for=25"),
         layers=6,
         **{**STRAIGHT, "dp": 2},
     )
-    assert_faults_fired(run, 2)
+    assert_faults_fired(run, 3)
     assert_goes_on(run, 1)
 
 
