@@ -32,7 +32,7 @@ timeout --foreground $LIMIT_S env TP=1 PP=3 DP=2 ITERS=$ITERS RUN_DIR="$RUN_DIR"
     examples/tiny_llama.sh --num-layers 6 \
     --ft-recover --ft-mecefo --ft-checkfree --ft-respawn \
     --ft-fault slow@4:slot=0:s=0.2:for=$((LOST - 4)) \
-    --ft-fault slow@$((LOST + 1)):slot=0:s=0.15:for=$((ITERS - LOST - 1)) \
+    --ft-fault slow@$((LOST + 1)):slot=0:s=0.4:for=$((ITERS - LOST - 1)) \
     --ft-fault kill@$DARK:slot=3:point=optimizer \
     --ft-fault kill@$LOST:slot=2 --ft-fault kill@$LOST:slot=3 "$@" 2>&1 |
     $PYTHON tools/show_run.py "$RUN_DIR.log" --every 10 || code=$?
