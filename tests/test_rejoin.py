@@ -48,6 +48,9 @@ def test_a_new_process_is_started_for_a_dead_one(reference: Run) -> None:
     )
     assert_faults_fired(run, 2)
     assert_all_back(run, reference, {1, 3})
+    at = {event["epoch"]: event["iteration"] for event in run.of_kind("repaired")}
+    for filled in run.of_kind("slot_filled"):
+        assert abs(filled["iteration"] - at[filled["epoch"]]) <= 1, "told of the step it came in"
 
 
 @pytest.mark.parametrize("point", [pytest.param("forward", marks=pytest.mark.slow), "optimizer"])

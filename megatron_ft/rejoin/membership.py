@@ -227,6 +227,8 @@ class Membership:
             label = self.world.label
             if self.built is None and label is not None:
                 self.built = Built(topology.shard_of(label), label)
+        if not self.world.slots or not repaired.before.slots_of(self.world.process):
+            # What it tells from now on is of the step in which the others are.
             self.session.iteration = max(
                 (r.facts["iteration"] for r in repaired.reports.values()), default=0
             )
