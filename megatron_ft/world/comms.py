@@ -113,7 +113,8 @@ def merged_with(
         merged = quiet(inter.Merge(high))
         # A revocation that overtakes its making is lost; so nobody revokes it himself for a
         # moment afterwards (``World.repair``).
-        merged.Agree(1)
+        with AGREEING:
+            merged.Agree(1)
         merged.Barrier()
         inter.Free()
     except MPI.Exception as error:
