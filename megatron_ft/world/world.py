@@ -181,7 +181,7 @@ class World:
         return bool(agreed & _OK)
 
     def _agreement(self, word: int) -> int:
-        """What is in the words of all active processes; neither yes nor a boundary if one has died."""
+        """What is in all active processes' words; neither yes nor a boundary if one has died."""
         assert self.active is not None
         self.watch.begin_wait()
         try:
