@@ -75,6 +75,8 @@ class Early:
     """How a stage that nobody holds any more is rebuilt."""
     mecefo: MecefoOptions
     """What is degraded where one process runs two stages."""
+    tokenizer: str | None
+    """``--tokenizer-type``; None where something else than the command line may decide it."""
 
     @property
     def exit_signal(self) -> signal.Signals | None:
@@ -244,6 +246,9 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--exit-signal-handler", action="store_true")
     parser.add_argument("--exit-signal", default=signal.SIGTERM, type=_signal)
     parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--tokenizer-type")
+    parser.add_argument("--use-checkpoint-args", action="store_true")
+    parser.add_argument("--yaml-cfg")
     options, _ = parser.parse_known_args(list(argv))
     validate_early(options)
     try:
@@ -262,6 +267,9 @@ def early(argv: Sequence[str]) -> Early:
         gathers_optimizer=options.use_distributed_optimizer and options.ckpt_format == "torch",
         checkfree=checkfree,
         mecefo=mecefo,
+        tokenizer=None
+        if options.use_checkpoint_args or options.yaml_cfg
+        else options.tokenizer_type,
     )
 
 

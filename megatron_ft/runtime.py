@@ -181,7 +181,9 @@ def _slot_to_build(job: Job) -> int:
             return int(told)
         job.newcomer.enter(job.session)
     else:
-        import_everything()  # a spare has the time for it now, not when it is needed
+        import_everything(
+            job.early.tokenizer
+        )  # a spare has the time for it now, not when it is needed
         if membership.warm:
             membership.target = membership.warm_target()
     membership.pool.wait()
@@ -250,6 +252,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         mecefo,
         observe,
         recover,
+        tokenizers,
         ulfm,
         wheel,
     )
@@ -267,7 +270,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
     from megatron_ft import llama
 
     session = job.session
-    registry.install(wheel.PATCHES)
+    registry.install((*wheel.PATCHES, *tokenizers.PATCHES))
     registry.install(observe.PATCHES)
     if session.resilient:
         registry.install(ulfm.VACANCY)

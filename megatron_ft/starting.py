@@ -83,7 +83,7 @@ def _connect(job: Job) -> None:
         leave(why)
     if bridge is not None:
         priority.lower(early.options.ft_respawn_nice)
-        import_everything()
+        import_everything(early.tokenizer)
         job.newcomer = Newcomer.arrive(bridge)
         order = job.newcomer.order
         job.world = World.outside(order.topology, order.process, job.decide)
@@ -112,11 +112,17 @@ def _connect(job: Job) -> None:
     os.environ["WORLD_SIZE"] = str(job.world.topology.num_slots)
 
 
-def import_everything() -> None:
+def import_everything(tokenizer_type: str | None) -> None:
     """What takes seconds is done before the others have to wait for this process."""
     import megatron.training.training  # noqa: F401
 
+    import megatron_ft.llama
+    import megatron_ft.patches.catalogue
     import megatron_ft.session  # noqa: F401
+    from megatron_ft.patches.tokenizers import import_tokenizers
+
+    if tokenizer_type is not None:
+        import_tokenizers(tokenizer_type)
 
 
 def agreed_run_dir(job: Job) -> str:

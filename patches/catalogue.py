@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from . import adam, calls, checkfree, cpu_device, faults, mecefo, observe, recover, ulfm, wheel
+from . import (
+    adam,
+    calls,
+    checkfree,
+    cpu_device,
+    faults,
+    mecefo,
+    observe,
+    recover,
+    tokenizers,
+    ulfm,
+    wheel,
+)
 from .registry import Patch, Reliance
 
 AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "wheel": wheel.PATCHES,
+    "tokenizers": tokenizers.PATCHES,
     "cpu": cpu_device.PATCHES,
     "backend": (*ulfm.BACKEND, *ulfm.GROUPS),
     "observe": observe.PATCHES,
@@ -16,11 +29,17 @@ AREAS: dict[str, tuple[Patch | Reliance, ...]] = {
     "adam": adam.PATCHES,
     "checkfree": checkfree.PATCHES,
     "faults": faults.PATCHES,
-    "calls": (*calls.RELIANCES, *checkfree.RELIANCES, *mecefo.RELIANCES),
+    "calls": (
+        *calls.RELIANCES,
+        *checkfree.RELIANCES,
+        *mecefo.RELIANCES,
+        *tokenizers.RELIANCES,
+    ),
 }
 
 WHEN: dict[str, str] = {
     "wheel": "always",
+    "tokenizers": "always",
     "cpu": "no GPU present",
     "backend": "--distributed-backend ulfm",
     "observe": "always",

@@ -7,6 +7,7 @@ both, never a silent no-op. Closing puts every original back.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -179,8 +180,14 @@ def _inner(attribute: Any) -> Any:
     return attribute
 
 
+@functools.cache
+def _installed(package: str) -> str:
+    """Its version; looked up once, because that reads and parses a file."""
+    return importlib.metadata.version(package)
+
+
 def _install(patch: Patch) -> Applied:
-    version = importlib.metadata.version(patch.package)
+    version = _installed(patch.package)
     if not SpecifierSet(patch.versions).contains(version, prereleases=True):
         raise PatchError(
             f"patch {patch.name!r} of {patch.target} is written for {patch.package} "
