@@ -189,7 +189,6 @@ def evaluation(session: Session, lm_loss: float, data_iterator: Any, seconds: fl
     loader = getattr(data_iterator, "iterable", data_iterator)
     kind = getattr(loader, "kind", None) or session.kind_of_data(False)
     split = "test" if kind == "test" else "validation"
-    session.evaluations += 1
     session.emit(
         "eval",
         agreed=f"eval-{session.evaluations}",

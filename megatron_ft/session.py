@@ -271,6 +271,7 @@ class Session:
         """An evaluation is done; None when it broke off at a time limit."""
         if losses is None:
             return
+        self.evaluations += 1  # on all stages: one of them may become the last
         reports = self.transaction.evaluated if self.transaction is not None else []
         losses = losses or reported.of_an_adopted_stage(reports)
         if "lm loss" in losses:

@@ -147,6 +147,7 @@ def test_lost_state_without_a_death(tmp_path: Path) -> None:
         *("--ft-fault", "lose-stage@9:stage=0", "--ft-fault", "lose-stage@9:stage=3"),
         # About every sixth step loses a stage, eight times as often as a process may be replaced.
         *("--ft-stage-failure-rate-per-hour", "0.9", "--ft-iteration-seconds", "70"),
+        *("--eval-interval", "4", "--eval-iters", "1"),
         **PLUS,
     )
     assert run.returncode == 0, run.output[-4000:]
@@ -155,4 +156,7 @@ def test_lost_state_without_a_death(tmp_path: Path) -> None:
     assert sorted(run.steps) == list(range(1, ITERS + 1))
     assert all(step["lm_loss"] == step["lm_loss"] for step in run.steps.values()), "a NaN is left"
     assert len(run.of_kind("stage_rebuilt")) >= len(fired)
+    # The last stage, which tells of evaluations, has been another one's before.
+    told = {event["iteration"] for event in run.of_kind("eval") if event["split"] == "validation"}
+    assert told == {*range(4, ITERS + 1, 4), ITERS}
     assert run.summary["faults_unfired"] == [] and not run.of_kind("fault_detected")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from studies.cells import Cell, Setup
 from studies.failures import Start
 from studies.options import Options
 from studies.results import BrokenRun, Result
-from studies.runner import Runner, command_of, shown
+from studies.runner import BusyError, Runner, command_of, shown
 
 from megatron_ft.faults.spec import parse
 
@@ -147,6 +148,13 @@ def test_what_is_done_is_not_run_again_and_the_budget_holds(
     assert "the budget ends here: 1 of 3 cells are left" in said[-1]
 
 
+def test_two_studies_do_not_empty_each_others_directories(tmp_path: Path) -> None:
+    one, other = (Runner(tmp_path, 1000, 10, print) for _ in range(2))
+    with one._alone(), pytest.raises(BusyError, match="another study"):
+        other.run([])
+    assert other.run([]) == ({}, [])
+
+
 TINY = {"iterations": 40, "eval_interval": 20, "eval_iters": 2}
 CHECKFREE = ("--ft-checkfree",)
 LAUNCHED = {
@@ -186,11 +194,15 @@ LAUNCHED = {
         name="all together",
         setup=Setup(pipeline=2, data=2, micro_batch=4, **TINY),
         seed=0,
-        flags=("--ft-recover", *swap_share.flags_of("1/4"), "--ft-respawn"),
+        flags=("--ft-recover", *swap_share.flags_of("1/4"), "--ft-respawn", "--ft-spares", "1"),
         faults=("kill@10:slot=0", "kill@12:slot=2"),
         may_miss=True,
     ),
 }
+
+
+def test_spares_are_started_with_a_job() -> None:
+    assert [LAUNCHED[name].processes for name in ("none", "adaptive", "all together")] == [4, 4, 5]
 
 
 @pytest.mark.slow
@@ -211,3 +223,36 @@ def test_jobs_of_the_studies(tmp_path: Path) -> None:
     # With the batch shrunk nobody has more to do.
     assert set(found["adaptive"].max_quotas) == {2}
     assert max(found["all together"].max_quotas) == 8
+
+
+def test_each_variant_of_mecefo_trains_another_way() -> None:
+    """A budget that gives no layer back, say, would show in the table as one that is of no use."""
+    from megatron_ft.arguments import early
+    from megatron_ft.mecefo.budget import LayerShape, layer_activations, layer_cost
+    from megatron_ft.mecefo.choices import Choices
+
+    setup = mecefo.job(Options())
+
+    def trained(flags: Sequence[str]) -> tuple[Any, ...]:
+        options = early(["--ft-recover", "--ft-mecefo", *flags]).mecefo
+        shape = LayerShape(
+            hidden=setup.hidden,
+            ffn=setup.ffn,
+            gated=True,
+            num_heads=setup.heads,
+            num_query_groups=setup.heads,
+            head_width=setup.hidden // setup.heads,
+            sequence=setup.sequence,
+        )
+        half = setup.num_layers // 2
+        choices = Choices(
+            options,
+            [range(1, half + 1), range(half + 1, setup.num_layers + 1)],
+            layer_cost(shape, options),
+            layer_activations(shape, options),
+            microbatches=setup.microbatches,
+        )
+        return choices.of((0, 1)).exact, options.skip_attention, options.low_rank
+
+    ways = [trained(()), *(trained(flags) for flags in mecefo.VARIANTS.values())]
+    assert len(set(ways)) == len(ways), ways

@@ -25,6 +25,10 @@ def test_orders() -> None:
     assert check.holds and check.found == ("a", "b", "c") and " reproduced" in check.text()
     check = statistics.check_order(values, ["c", "a", "b"])
     assert not check.holds and "NOT reproduced" in check.text()
+    # Seeds differ more than methods: without seed 1 of "b" that of the others does not count.
+    few = {"a": {0: 1.0, 1: 9.0}, "b": {0: 2.0}}
+    check = statistics.check_order(few, ["a", "b"])
+    assert check.holds and check.seeds == {0: True}
     with pytest.raises(ValueError, match="no values of d"):
         statistics.check_order(values, ["a", "d"])
 

@@ -48,6 +48,11 @@ def test_a_run_that_is_not_whole_is_refused() -> None:
     from_events(whole, **of_run)
     with pytest.raises(BrokenRun, match="49 of 50"):
         from_events([e for e in whole if (e["kind"], e["iteration"]) != ("step", 7)], **of_run)
+    for lost in (25, 50):
+        with pytest.raises(BrokenRun, match="evaluated after"):
+            from_events(
+                [e for e in whole if (e["kind"], e["iteration"]) != ("eval", lost)], **of_run
+            )
     with pytest.raises(BrokenRun, match="no number"):
         from_events([e | ({"lm_loss": "NaN"} if "lm_loss" in e else {}) for e in whole], **of_run)
 

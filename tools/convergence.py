@@ -26,7 +26,7 @@ from studies.cells import Cell
 from studies.options import Options
 from studies.report import Origin, write
 from studies.results import Result, load
-from studies.runner import ROOT, Runner, guess_s
+from studies.runner import ROOT, BusyError, Runner, guess_s
 
 STUDIES: dict[str, Any] = {
     study.NAME: study for study in (ablation, swap_share, mecefo, strategies, iteration_time)
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, default=ROOT / "runs" / "convergence", help="where jobs are kept")
     add("--results", type=Path, default=ROOT / "docs" / "results", help="tables and plots")
     add("--budget-minutes", type=float, default=float("inf"), help="begin no job that ends later")
-    add("--timeout", type=float, default=300, help="seconds for each launch (default: %(default)g)")
+    add("--timeout", type=float, default=900, help="seconds for each launch (default: %(default)g)")
     add("--only", metavar="TEXT", help="run only jobs with this in their name")
     add("--plan", action="store_true", help="say what would run, and run nothing")
     add("--report", action="store_true", help="write tables and plots of what is there")
@@ -119,7 +119,11 @@ def main() -> int:
         return 0
     failed: list[str] = []
     if not given.report:
-        _, failed = runner.run(chosen)
+        try:
+            _, failed = runner.run(chosen)
+        except BusyError as busy:
+            say(str(busy))
+            return 1
     results: dict[str, Result] = {}
     for cell in possible:
         kept = load(runner.directory(cell))

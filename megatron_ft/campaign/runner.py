@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -260,11 +260,11 @@ def _control(case: Case, found: Sequence[Problem]) -> tuple[bool, list[str]]:
     return True, told
 
 
-def code_digest(root: Path = job.ROOT) -> str:
-    """Of all code that a campaign runs: a result of other code is not kept."""
+def code_digest(root: Path = job.ROOT, more: Iterable[str] = ()) -> str:
+    """Of all code that a campaign runs, and ``more`` files: a result of other code is not kept."""
     digest = hashlib.sha256()
     modules = [path for name in CODE for path in (root / name).rglob("*.py")]
-    for file in sorted([*modules, *(root / name for name in SCRIPTS)]):
+    for file in sorted([*modules, *(root / name for name in (*SCRIPTS, *more))]):
         digest.update(f"{file.relative_to(root)}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

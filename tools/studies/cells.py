@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -132,6 +133,12 @@ class Cell:
     def needs(self) -> tuple[str, ...]:
         """Our flags that the job is given; a study skips cells whose flags do not exist."""
         return tuple(flag for flag in self.flags if flag.startswith("--ft-"))
+
+    @property
+    def processes(self) -> int:
+        """Of a launch: for the slots, and spares."""
+        spares = [b for a, b in itertools.pairwise(self.flags) if a == "--ft-spares"]
+        return self.setup.slots + sum(map(int, spares))
 
     def num_launches(self) -> int:
         return max(1, len(self.starts))

@@ -38,6 +38,11 @@ class Found:
             if self.has(name)
         }
 
+    def common(self, names: Iterable[str]) -> set[int]:
+        """The seeds that all of them have: means over different seeds cannot be compared."""
+        seeds = [set(self.of(name)) for name in names if self.has(name)]
+        return set.intersection(*seeds) if seeds else set()
+
     def has(self, *names: str) -> bool:
         """Whether each has a result of one seed at least."""
         return all(self.of(name) for name in names)

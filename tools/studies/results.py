@@ -119,8 +119,11 @@ def from_events(
     # is evaluated twice, on other samples.
     last = {i: values[-2:] if i == iterations else values[-1:] for i, values in curves.items()}
     validation = [(i, statistics.fmean(last[i])) for i in sorted(last)]
-    if not validation or not all(math.isfinite(loss) for _, loss in [*losses, *validation]):
-        raise BrokenRun(f"no validation loss, or a loss that is no number: {command}")
+    due = {*range(cell["setup"]["eval_interval"], iterations + 1, cell["setup"]["eval_interval"])}
+    if set(curves) != due | {iterations}:
+        raise BrokenRun(f"evaluated after {sorted(curves)} of {iterations} iterations: {command}")
+    if not all(math.isfinite(loss) for _, loss in [*losses, *validation]):
+        raise BrokenRun(f"a loss that is no number: {command}")
     times = [float(event["seconds"]) for event in evals if event.get("seconds") is not None]
     started = [event for event in listed if event["kind"] == "run_started"]
     fired = {event["fault"] for event in listed if event["kind"] == "fault_injected"}

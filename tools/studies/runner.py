@@ -23,17 +23,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cells import Cell
+from .cells import STUDY_ENTRY, Cell
 from .results import BrokenRun, Result, from_events, load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 UNFIRED = 65
+STUDY_CODE = (STUDY_ENTRY, "tools/studies/cells.py")
 """Exit code of a job that went well without a fault that was asked for."""
 TRACKER = "latest_checkpointed_iteration.txt"
 START_S = 15.0
 """Guess of a launch's start-up with four processes, before there is a measured one."""
 ITERATION_S = 0.2
 """Likewise of an iteration."""
+
+
+class BusyError(RuntimeError):
+    """Somebody else works in a study's directory."""
 
 
 @dataclass
@@ -56,7 +61,27 @@ class Runner:
     """Of the cells that are done: time taken over what was guessed."""
 
     def run(self, cells: Sequence[Cell]) -> tuple[dict[str, Result], list[str]]:
-        """The results that there are afterwards, by the cells' keys, and what failed."""
+        """The results that there are afterwards, by the cells' keys, and what failed.
+
+        Raises:
+            BusyError: Another study runs into the same directory; they would empty each other's.
+        """
+        with self._alone():
+            return self._run(cells)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BusyError(
+                    f"another study runs into {self.out}: wait for its end, or give another --out"
+                ) from None
+            yield
+
+    def _run(self, cells: Sequence[Cell]) -> tuple[dict[str, Result], list[str]]:
         found: dict[str, Result] = {}
         failures: list[str] = []
         todo: list[Cell] = []
@@ -112,14 +137,15 @@ class Runner:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         (directory / "cell.json").write_text(json.dumps(cell.describe(), indent=1) + "\n")
+        code = code_digest(more=STUDY_CODE)  # before: who edits meanwhile changes later cells
         events: list[Any] = []
         commands, wall_s = [], 0.0
         for number in range(cell.num_launches()):
             command = command_of(cell, prefix, directory, number)
             commands.append(command)
-            code, seconds = self.launch(cell, command, directory / f"output-{number}.log")
+            ended, seconds = self.launch(cell, command, directory / f"output-{number}.log")
             wall_s += seconds
-            check_start(cell, number, code, directory)
+            check_start(cell, number, ended, directory)
             events += read(directory / f"run-{number}")
         result = from_events(
             events,
@@ -127,7 +153,7 @@ class Runner:
             command=shown(cell, commands[0]),
             wall_s=wall_s,
             machine=machine(),
-            code=code_digest(),
+            code=code,
         )
         shutil.rmtree(directory / "save", ignore_errors=True)
         result.save(directory)
@@ -178,7 +204,7 @@ def command_of(cell: Cell, data_prefix: str, directory: Path, number: int = 0) -
         if start.dies_at is not None:
             faults.append(f"kill@{start.dies_at}:slot={start.stage}")
     return [
-        *(sys.executable, "-m", "megatron_ft.launcher", "-n", str(cell.setup.slots), cell.entry),
+        *(sys.executable, "-m", "megatron_ft.launcher", "-n", str(cell.processes), cell.entry),
         *cell.setup.flags(cell.seed, data_prefix),
         *cell.flags,
         *(word for fault in faults for word in ("--ft-fault", fault)),

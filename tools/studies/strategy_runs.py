@@ -174,7 +174,9 @@ def _cell(options: Options, strategy: Strategy, rate: float, seed: int) -> Cell:
     assert strategy == ALL
     mecefo = ("--ft-mecefo",) if "--ft-mecefo" in options.flags_known else ()
     return make(
-        flags=("--ft-recover", *share, *mecefo, "--ft-respawn"),
+        # A new process takes hundreds of these iterations to start, of the paper's less than one:
+        # a spare is there at once, and the new one becomes the next spare.
+        flags=("--ft-recover", *share, *mecefo, "--ft-respawn", "--ft-spares", "1"),
         faults=failures.kills(losses),
         may_miss=True,
     )

@@ -75,11 +75,12 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
     found = look_up(grid(options), results)
     made = Report(NAME, "Share of swapped microbatches", setting(options))
     made.tables.append(table(found))
+    common = found.common(name_of(s, c) for s in SHARES for c in (WITHOUT, WITH))
     means = {
         condition: {
-            share: spread(list(found.perplexities(name_of(share, condition)).values())).mean
+            share: spread([v for seed, v in values.items() if seed in (common or values)]).mean
             for share in SHARES
-            if found.has(name_of(share, condition))
+            if (values := found.perplexities(name_of(share, condition)))
         }
         for condition in (WITHOUT, WITH)
     }
@@ -90,7 +91,7 @@ def report(options: Options, results: Mapping[str, Result]) -> Report:
         both = {share: (means[WITHOUT][share] + means[WITH][share]) / 2 for share in whole}
         made.numbers["chosen"] = chosen
         made.findings.append(
-            f"Lowest mean of the two perplexities: share {chosen} ("
+            f"Lowest mean of the two perplexities, of {len(common)} seeds: share {chosen} ("
             + ", ".join(f"{share}: {value:.3f}" for share, value in both.items())
             + ")."
         )
