@@ -80,6 +80,6 @@ def test_two_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_half_an_hour(tmp_path: Path) -> None:
-    iters = int(MINUTES * 60 * 7)  # so many that the job does not end before
+    iters = int(MINUTES * 60 * 10)  # so many that the job does not end before
     run, result, _ = punished(tmp_path, MINUTES * 60, 20, iters, seed=7, tp=1, pp=2, dp=3)
     assert_unharmed(run, result, iters, least_kills=int(MINUTES))
