@@ -96,9 +96,9 @@ class StepTransaction:
         self.mecefo: Mecefo | None = None
         """Degrades layers and applies MeCeFO's gradient rule, where that is on."""
         self.speeds: Speeds | None = None
+        """How fast each replica is, where quotas follow from that."""
         self._committed_epoch: int | None = None
         """In which the last step was committed."""
-        """How fast each replica is, where quotas follow from that."""
         # The step under way.
         self.iteration = 0
         self.step_start = 0
@@ -118,6 +118,8 @@ class StepTransaction:
         self.eval_starts: dict[str, int] = {}
         """Where the next batch of evaluation begins in its dataset, by its kind."""
         self.eval_batch = 0
+        self._evaluates: str | None = None
+        """The kind of data of the batch of evaluation under way, where this process reads it."""
         self.evaluated: list[dict[str, Any]] = []
         """What the batches of an evaluation reported; whoever runs it empties the list."""
 
@@ -165,6 +167,9 @@ class StepTransaction:
         workload.commit()
         if not training:
             self.evaluated += self.reports.summed
+            if self._evaluates is not None:
+                # Not before the vote, which is the same for all: who begins again begins alike.
+                self.eval_starts[self._evaluates] = self.base + self.eval_batch
         if training:
             # In the first step of an epoch some have begun anew and others have only just come.
             if self.speeds is not None and self._committed_epoch == self.world.epoch:
@@ -246,10 +251,9 @@ class StepTransaction:
             self.pair.begin(training)
         iterators = iterators_of(call, self.pair)
         self.base = self.step_start
-        if iterators and not training:
-            kind = iterators[0].kind
-            self.base = self.eval_starts.get(kind, iterators[0].base)
-            self.eval_starts[kind] = self.base + self.eval_batch
+        self._evaluates = iterators[0].kind if iterators and not training else None
+        if self._evaluates is not None:
+            self.base = self.eval_starts.get(self._evaluates, iterators[0].base)
         for iterator in iterators:
             iterator.begin_step(self.base)
 

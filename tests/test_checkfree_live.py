@@ -160,3 +160,21 @@ def test_lost_state_without_a_death(tmp_path: Path) -> None:
     told = {event["iteration"] for event in run.of_kind("eval") if event["split"] == "validation"}
     assert told == {*range(4, ITERS + 1, 4), ITERS}
     assert run.summary["faults_unfired"] == [] and not run.of_kind("fault_detected")
+
+
+def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
+    """With one replica the others notice it in a barrier of Megatron's timers, or an evaluation."""
+    kills = [
+        "kill@8:slot=1:point=logging",
+        "kill@16:slot=2:point=eval",
+        "kill@24:slot=0:point=optimizer",
+    ]
+    run = rebuilding(
+        *(tmp_path, "--ft-checkfree-plus", "--eval-interval", "4", "--eval-iters", "2"),
+        *(part for kill in kills for part in ("--ft-fault", kill)),
+        **PLUS,
+    )
+    assert_faults_fired(run, 3)
+    assert_goes_on(run, 3)
+    told = {event["iteration"] for event in run.of_kind("eval") if event["split"] == "validation"}
+    assert told == {*range(4, ITERS + 1, 4), ITERS}

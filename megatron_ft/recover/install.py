@@ -51,6 +51,7 @@ def build_transaction(session: Session) -> None:
         wants_boundary=session.membership.wants_boundary,
         keyed_rng=keyed,
     )
+    transaction.reports.counts_ids = mpu.get_context_parallel_rank() == 0
     transaction.on_commit = session.committed_step
     transaction.eval_starts["valid"] = args.consumed_valid_samples
     transaction.eval_batch = args.eval_global_batch_size

@@ -31,6 +31,8 @@ class Reports:
     def __init__(self) -> None:
         self.summed: list[dict[str, Any]] = []
         """Of the last attempt over all replicas, sums and counts; empty but on the last stage."""
+        self.counts_ids = True
+        """Not where another process of the group computes other tokens of the same microbatches."""
         self._keys: Sequence[str] = ("lm loss",)
         self.forget()
 
@@ -84,7 +86,7 @@ class Reports:
         if group is None and pipeline_group is None:
             return ()
         counts = torch.zeros(num_ids, dtype=torch.double, device="cuda")
-        for microbatch in self._ids:
+        for microbatch in self._ids if self.counts_ids else ():
             counts[microbatch] += 1
         # A replica with nothing to compute knows the names from the step before.
         self._keys = sorted(self._sums) or self._keys

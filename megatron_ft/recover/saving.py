@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.session import NoWayOn
 from megatron_ft.world.compact import compact_exact, hosting_replicas
-from megatron_ft.world.errors import WorldBroken
+from megatron_ft.world.errors import ReplicaLost, WorldBroken
 
 if TYPE_CHECKING:
     from megatron_ft.session import Session
@@ -55,7 +55,11 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> boo
         error = _try(session, attempt)
         if world.agree(error is None):
             return True
-        repaired = session.mend(f"save of iteration {iteration}", {"save_error": error})
+        try:
+            repaired = session.mend(f"save of iteration {iteration}", {"save_error": error})
+        except ReplicaLost:  # training is entered again, and the next save is another attempt
+            _forget_written()
+            raise
         errors = {r.process: r.facts.get("save_error") for r in repaired.reports.values()}
         own = {process: text for process, text in errors.items() if text}
         if own and not repaired.dead:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from megatron_ft.world import staging
+
 CHUNK_BYTES = 32 << 20
 META_TAG, CHUNK_TAG, SUM_TAG = 7101, 7102, 7103
 
@@ -46,11 +48,7 @@ def send(session: Any, comm: MPI.Intracomm, rank: int) -> Moved:
     tensors: list[torch.Tensor] = []
     meta = _strip(_state(session), tensors)
     comm.send(meta, dest=rank, tag=META_TAG)
-    nbytes = 0
-    for chunk in _chunks([*_weights(session), *tensors]):
-        comm.Send(chunk, dest=rank, tag=CHUNK_TAG)
-        comm.send(zlib.crc32(chunk), dest=rank, tag=SUM_TAG)
-        nbytes += len(chunk)
+    nbytes = send_tensors(comm, rank, [*_weights(session), *tensors], (CHUNK_TAG, SUM_TAG))
     return Moved(nbytes, time.monotonic() - started)
 
 
@@ -66,12 +64,7 @@ def receive(session: Any, comm: MPI.Intracomm, rank: int) -> Moved:
     _find(meta, places)
     places.sort(key=lambda place: place.index)
     tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
-    nbytes = 0
-    for chunk in _chunks([*_weights(session), *tensors]):
-        comm.Recv(chunk, source=rank, tag=CHUNK_TAG)
-        if zlib.crc32(chunk) != comm.recv(source=rank, tag=SUM_TAG):
-            raise TransferCorrupted(f"a chunk of {len(chunk)} bytes from rank {rank} is corrupted")
-        nbytes += len(chunk)
+    nbytes = receive_tensors(comm, rank, [*_weights(session), *tensors], (CHUNK_TAG, SUM_TAG))
     _load(session, _fill(meta, tensors))
     return Moved(nbytes, time.monotonic() - started)
 
@@ -216,13 +209,52 @@ def _fill(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return value
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of host tensors, writable, in pieces of at most ``CHUNK_BYTES``."""
+def send_tensors(
+    comm: MPI.Intracomm, rank: int, tensors: Sequence[torch.Tensor], tags: tuple[int, int]
+) -> int:
+    """Send tensors, wherever they are, in chunks with a checksum each.
+
+    Args:
+        tags: Of the chunks, and of the checksums.
+
+    Returns:
+        Their bytes.
+    """
+    nbytes = 0
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        flat = tensor if tensor.is_contiguous() else None
-        assert flat is not None, "weights and states are contiguous"
-        whole = memoryview(flat.view(-1).view(torch.uint8).numpy()).cast("B")
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
+        for chunk in _chunks(staging.outgoing(tensor)):
+            comm.Send(chunk, dest=rank, tag=tags[0])
+            comm.send(zlib.crc32(chunk), dest=rank, tag=tags[1])
+            nbytes += len(chunk)
+    return nbytes
+
+
+def receive_tensors(
+    comm: MPI.Intracomm, rank: int, tensors: Sequence[torch.Tensor], tags: tuple[int, int]
+) -> int:
+    """Receive into tensors of the same sizes what ``send_tensors`` sends.
+
+    Raises:
+        TransferCorrupted: A checksum does not match.
+    """
+    nbytes = 0
+    for tensor in tensors:
+        host = staging.incoming(tensor)
+        for chunk in _chunks(host):
+            comm.Recv(chunk, source=rank, tag=tags[0])
+            if zlib.crc32(chunk) != comm.recv(source=rank, tag=tags[1]):
+                raise TransferCorrupted(
+                    f"a chunk of {len(chunk)} bytes from rank {rank} is corrupted"
+                )
+            nbytes += len(chunk)
+        staging.land(host, tensor)
+    return nbytes
+
+
+def _chunks(host: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous host tensor, writable, in pieces of at most ``CHUNK_BYTES``."""
+    if host.numel() == 0:
+        return
+    whole = memoryview(host.detach().view(-1).view(torch.uint8).numpy()).cast("B")
+    for start in range(0, len(whole), CHUNK_BYTES):
+        yield whole[start : start + CHUNK_BYTES]

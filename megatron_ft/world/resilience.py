@@ -147,7 +147,10 @@ class ResilientPolicy(PlainPolicy):
         results: Sequence[torch.Tensor],
     ) -> Work:
         try:
-            return super().run(group, name, body, buffers, async_op, results)
+            work = super().run(group, name, body, buffers, async_op, results)
+            if name == "barrier":  # its caller waits at once, and would be told of a failure then
+                work.wait()
+            return work
         except WorldBroken:
             self.processes.revoke_active()
             self.processes.revoke_groups(pipeline=True)

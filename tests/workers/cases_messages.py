@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from side import (
     BOTH,
     Case,
@@ -16,6 +17,8 @@ from side import (
     error_of,
     ulfm_only,
 )
+
+from megatron_ft.rejoin import transfer
 
 
 @both
@@ -202,3 +205,23 @@ def barrier_with_a_timeout(s: Side) -> Any:
     limit = timedelta(seconds=30 if s.rank == 0 else 0.1)
     error = error_of(lambda: dist.barrier(group=s.world, timeout=limit))
     return error, None if s.rank == 0 else "RuntimeError"
+
+
+@ulfm_only
+def state_in_chunks(s: Side) -> Any:
+    """What a newcomer gets: of any type, through host memory where MPI cannot read it."""
+    transfer.CHUNK_BYTES, usual = 100, transfer.CHUNK_BYTES
+    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+    def tensors(rank: int) -> list[torch.Tensor]:
+        made = [s.values(7, 11, rank=rank).to(kind) for kind in kinds]
+        return [*made, s.strided(s.values(4, 5, rank=rank)), torch.empty(0), torch.tensor(rank)]
+
+    mine, tags = tensors(s.rank), (71, 72)
+    if s.rank % 2:
+        nbytes = transfer.receive_tensors(MPI.COMM_WORLD, s.rank - 1, mine, tags)
+    else:
+        nbytes = transfer.send_tensors(MPI.COMM_WORLD, s.rank + 1, mine, tags)
+    transfer.CHUNK_BYTES = usual
+    expected = tensors(s.rank - s.rank % 2)
+    return [nbytes, *mine], [sum(t.nbytes for t in expected), *expected]
