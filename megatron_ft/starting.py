@@ -69,12 +69,13 @@ def _connect(job: Job) -> None:
     from megatron_ft.rejoin import priority, spawn
     from megatron_ft.rejoin.newcomer import Newcomer, leave
     from megatron_ft.topology import Topology, initial_assignment
-    from megatron_ft.world import mpi_fix, numbers
+    from megatron_ft.world import mpi_fix, mpi_fix_send, numbers
     from megatron_ft.world.world import World
 
     early, comm = job.early, MPI.COMM_WORLD
     if early.strategy and not early.options.ft_no_mpi_fix:
         mpi_fix.install()
+        mpi_fix_send.install()
     if early.strategy:
         numbers.made()  # while there is one thread: it finds out where the number is
     try:

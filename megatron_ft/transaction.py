@@ -97,8 +97,8 @@ class StepTransaction:
         """Degrades layers and applies MeCeFO's gradient rule, where that is on."""
         self.speeds: Speeds | None = None
         """How fast each replica is, where quotas follow from that."""
-        self._committed_epoch: int | None = None
-        """In which the last step was committed."""
+        self._committed_epochs: tuple[int | None, int | None] = (None, None)
+        """In which the last two steps were committed."""
         # The step under way.
         self.iteration = 0
         self.step_start = 0
@@ -159,6 +159,9 @@ class StepTransaction:
             if attempts > 1:
                 replicas = range(self.world.topology.data)
                 recomputed += sum(len(workload.to_compute(r)) for r in replicas)
+            if training and not self._settled(workload):
+                assert self.snapshots is not None
+                self.snapshots.in_list_order()
             # Who runs which stage may change from attempt to attempt.
             counts, ok = attempt.run(self.placed or self.executor or schedule)
             if self.vote(ok, training):
@@ -172,9 +175,9 @@ class StepTransaction:
                 self.eval_starts[self._evaluates] = self.base + self.eval_batch
         if training:
             # In the first step of an epoch some have begun anew and others have only just come.
-            if self.speeds is not None and self._committed_epoch == self.world.epoch:
+            if self.speeds is not None and self._committed_epochs[1] == self.world.epoch:
                 self.speeds.observe(attempt.times)
-            self._committed_epoch = self.world.epoch
+            self._committed_epochs = (self._committed_epochs[1], self.world.epoch)
             self.on_commit(self.iteration)
             if self.pair is not None:
                 self.pair.step()  # as Megatron's own: its learning rate may depend on the iteration
@@ -256,6 +259,16 @@ class StepTransaction:
             self.base = self.eval_starts.get(self._evaluates, iterators[0].base)
         for iterator in iterators:
             iterator.begin_step(self.base)
+
+    def _settled(self, workload: PolicyWorkload) -> bool:
+        """Whether all replicas' backward passes make gradients ready in the same, known order.
+
+        The same on all of them: with a failure or a newcomer the epoch is another one, and a whole
+        step later each replica has seen the order.
+        """
+        live = self.world.assignment.whole_replicas(self.world.topology)
+        computing = all(workload.to_compute(replica) for replica in live)
+        return computing and self._committed_epochs == (self.world.epoch, self.world.epoch)
 
     def _adopt_config(self, chunks: Sequence[Any]) -> None:
         config = chunks[0].config

@@ -63,7 +63,8 @@ def validate(args: Any) -> None:
         flag = "--ft-mecefo"
     refuse = [
         (
-            args.use_distributed_optimizer,
+            # Megatron turns the one into the other for optimizers that work layer by layer.
+            args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer,
             f"{flag} needs the whole optimizer state on every replica: with "
             "--use-distributed-optimizer a lost process takes its shard along. Leave out one",
         ),
@@ -92,10 +93,10 @@ def validate(args: Any) -> None:
         (
             (args.decoupled_lr is not None or getattr(args, "use_mup", False))
             and args.pipeline_model_parallel_size > 2
-            and (args.ft_respawn or args.ft_spares > 0),
-            "a process that builds a stage alone, as with --ft-spares and --ft-respawn, knows "
-            "nothing of other stages' learning rates: leave out --decoupled-lr and MuP, or both of "
-            "those, or have two stages at most",
+            and (args.ft_respawn or args.ft_spares > 0 or args.ft_mecefo),
+            "a process that builds a stage alone, as with --ft-spares, --ft-respawn and "
+            "--ft-mecefo, knows nothing of other stages' learning rates: leave out --decoupled-lr "
+            "and MuP, or those three, or have two stages at most",
         ),
         (
             args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
@@ -106,6 +107,11 @@ def validate(args: Any) -> None:
             args.timing_log_level > 0 and args.barrier_with_L1_time,
             f"{flag} allows no barrier between the vote and the optimizer step: add "
             "--no-barrier-with-level-1-timing to --timing-log-level",
+        ),
+        (
+            args.optimizer_cuda_graph,
+            f"{flag} holds the optimizer step back until all have voted: leave out "
+            "--optimizer-cuda-graph",
         ),
         (
             args.rerun_mode != "disabled",

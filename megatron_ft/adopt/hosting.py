@@ -14,6 +14,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpi4py import MPI
+
 from megatron_ft.adopt import groups, view
 from megatron_ft.adopt.pair import Pair
 from megatron_ft.adopt.rules import hosts_in
@@ -96,21 +98,25 @@ class Hosting:
         world, shard = self.world, self.world.topology.shard_of(action.slot)
         assert self._view is not None and self._view.slot == action.slot
         here = self.holding(shard) if action.source_process == world.process else None
-        if self.stage is None or self.stage.view is not self._view:
-            try:
+        try:
+            if self.stage is None or self.stage.view is not self._view:
                 with world.watch.working():
                     built = AdoptedStage(self.session, self._view)
-            except Exception:
-                self.unable = True
-                raise
-            self._keep()
-            self.stage = built
-        if here is None:
-            with world.watch.waiting():
-                return self.stage.receive(world.comm, world.rank_of(action.source_process))
-        if here is not self.stage:
-            self.stage.take(here)
-        return None
+                self._keep()
+                self.stage = built
+            if here is None:
+                with world.watch.waiting():
+                    return self.stage.receive(world.comm, world.rank_of(action.source_process))
+            if here is not self.stage:
+                self.stage.take(here)
+            return None
+        except MPI.Exception:
+            raise
+        except Exception:
+            # Trying again would fail again, for ever: the others must plan without it.
+            self.unable = True
+            gc.collect()  # half a model and its hooks hold each other
+            raise
 
     def holding(self, shard: Shard) -> AdoptedStage:
         """What this process holds of a shard that is not its own."""

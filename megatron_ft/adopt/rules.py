@@ -37,7 +37,7 @@ def settle(
         unfit: Living processes that have not got the state of their own slot.
         leaving: Replicas that were asked to leave; their processes end, so none is released.
         anew: Whether a slot may be adopted that was not so far. What was stays as it is.
-        unable: Processes that cannot run two stages, unless they hold the second one's state.
+        unable: Processes that have tried to run two stages and could not.
     """
     gone = dead | unfit
     process_of: list[int | None] = list(before.process_of)
@@ -189,7 +189,8 @@ def revive(
         tuple(sorted(adopted)),
     )
     actions: list[Action] = list(plan.actions)
-    for slot in sorted(taken):
+    # Its own state first: with it, a process takes over all that goes with a state.
+    for slot in sorted(taken, key=lambda slot: (slot in adopted, slot)):
         process = process_of[slot]
         assert process is not None
         kind = Adopt if slot in adopted else Fill
@@ -234,9 +235,9 @@ def _hosts(
             return False
         if slot not in adopted:
             return True
-        shard = topology.shard_of(slot)
-        # Whom the state has not reached, or who lost it, gets it from another one.
-        return shard in holds.get(process, ()) or (process not in unable and shard in held)
+        # Whom the state has not reached, or who lost it, gets it from another one. Who could not
+        # build the second stage may hold its state, but runs one only.
+        return process not in unable and topology.shard_of(slot) in held
 
     own = [all(stays(s) and s not in adopted for s in slots[pp]) for pp in stages]
     unable_stages = [any(before.process_of[s] in unable for s in slots[pp]) for pp in stages]

@@ -98,6 +98,17 @@ class BucketSnapshots:
             bucket.grad_data.zero_()
         self.drop()
 
+    def in_list_order(self) -> None:
+        """Have this attempt's reductions start one after another when all is computed.
+
+        Overlapped ones start as the backward pass makes gradients ready, which is another order
+        than the list's, and on one communicator all must have the same: so it is for attempts in
+        which a replica computes nothing, or has not yet seen which gradients become ready.
+        """
+        for group in self.bucket_groups:
+            if group.ddp_config.overlap_grad_reduce:
+                group.is_first_batch = True  # so does Megatron in its first batch
+
     def start_reduction(self) -> None:
         """Launch the reductions that a backward pass would have launched (overlap only)."""
         for group in self.bucket_groups:

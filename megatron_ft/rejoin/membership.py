@@ -345,6 +345,7 @@ class Membership:
         assert slot is not None
         self.world.alone = None
         self.building = None
+        self.receiving = True  # what it has built is what a model is before it is loaded
         self.built = Built(self.world.topology.shard_of(slot), slot)
         self.world.label = slot
         if self.newcomer is not None:

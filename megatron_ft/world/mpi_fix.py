@@ -17,7 +17,8 @@ import ctypes
 import logging
 import mmap
 import struct
-from pathlib import Path
+
+from megatron_ft.world import mpi_code
 
 logger = logging.getLogger("megatron_ft.world")
 
@@ -31,7 +32,6 @@ _REVOKE_LOCAL = (
     "4889df c6837801000000 ff5030 488b83 58010000 4889df ff90 50040000"
 )
 _ITS_CALLER = "c6837801000000 be01000000 4889df e8"
-_STUB = "ff25"
 
 _kept: list[mmap.mmap] = []
 
@@ -42,26 +42,21 @@ def install() -> bool:
         return True
     try:
         found = _find()
+        if found is None:
+            logger.debug("Open MPI is not mended: this build is not known")
+            return False
+        slot, revoke_local = found
+        memory, base = mpi_code.executable(8192)
     except OSError as error:
         logger.debug("Open MPI is not mended: %s", error)
         return False
-    if found is None:
-        logger.debug("Open MPI is not mended: this build is not known")
-        return False
-    slot, revoke_local = found
-    try:
-        memory = mmap.mmap(-1, 8192, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    except OSError as error:  # a hardened system
-        logger.debug("Open MPI is not mended: %s", error)
-        return False
     _kept.append(memory)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     lent, does_nothing, code = base, base + 4096, base + 4096 + 16
     struct.pack_into("<Q", memory, REVOKED, does_nothing)
     memory[4096 : 4096 + 3] = bytes.fromhex("31c0 c3")
     program = _program(lent, revoke_local)
     memory[4096 + 16 : 4096 + 16 + len(program)] = program
-    ctypes.c_uint64.from_address(slot).value = code
+    mpi_code.redirect(slot, code)
     return True
 
 
@@ -90,62 +85,19 @@ def _program(lent: int, revoke_local: int) -> bytes:
 
 def _find() -> tuple[int, int] | None:
     """Where libmpi keeps the address of ``ompi_comm_revoke_local``, and that address."""
-    path, writable = _library()
-    if path is None:
+    lib, writable = mpi_code.library("libmpi.so")
+    if lib is None:
         return None
-    library = ctypes.CDLL(path)
     try:
-        revoke_local = _address(library, "ompi_comm_revoke_local")
-        caller = _address(library, "ompi_comm_set_rank_failed")
+        revoke_local = mpi_code.address(lib, "ompi_comm_revoke_local")
+        caller = mpi_code.address(lib, "ompi_comm_set_rank_failed")
     except AttributeError:
         return None
-    if not _matches(revoke_local, _REVOKE_LOCAL):
+    if not mpi_code.matches(revoke_local, _REVOKE_LOCAL):
         return None
     wanted = bytes.fromhex(_ITS_CALLER)
-    code = ctypes.string_at(caller, 0x80)
-    at = code.find(wanted)
+    at = ctypes.string_at(caller, 0x80).find(wanted)
     if at < 0:
         return None
-    after = caller + at + len(wanted) + 4
-    (jump,) = struct.unpack("<i", ctypes.string_at(after - 4, 4))
-    stub = after + jump
-    if not _matches(stub, _STUB):
-        return None
-    (offset,) = struct.unpack("<i", ctypes.string_at(stub + 2, 4))
-    slot = stub + 6 + offset
-    if not any(begin <= slot < end - 8 for begin, end in writable):
-        return None
-    # Not called yet, it still leads to the loader, by way of the instruction after the jump.
-    if ctypes.c_uint64.from_address(slot).value not in (revoke_local, stub + 6):
-        return None
-    return slot, revoke_local
-
-
-def _library() -> tuple[str | None, list[tuple[int, int]]]:
-    """The path of libmpi in this process, and where its memory can be written."""
-    path, writable = None, []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or not Path(fields[5]).name.startswith("libmpi.so"):
-            continue
-        path = fields[5]
-        if "w" in fields[1]:
-            begin, end = (int(number, 16) for number in fields[0].split("-"))
-            writable.append((begin, end))
-    return path, writable
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
-def _matches(address: int, pattern: str) -> bool:
-    """Whether the code there is the pattern, in hexadecimal with ``??`` for any byte."""
-    digits = pattern.replace(" ", "")
-    pairs = [digits[i : i + 2] for i in range(0, len(digits), 2)]
-    code = ctypes.string_at(address, len(pairs))
-    return all(
-        pair == "??" or int(pair, 16) == byte for pair, byte in zip(pairs, code, strict=True)
-    )
+    slot = mpi_code.slot_of_call(caller + at + len(wanted) + 4, revoke_local, writable)
+    return None if slot is None else (slot, revoke_local)
