@@ -214,6 +214,12 @@ def test_an_adopted_stage_whose_state_never_came_is_not_kept() -> None:
         PP3, before, frozenset(), {**holds, 2: frozenset({Shard(0, 1)})}, anew=True, unable=[1]
     )
     assert adoptions(unable) == (Adopt(3, 5, 2, 2),)
+    # One that has the state and could not build the stage does not pass for one that runs it. Its
+    # replica goes dark, and the other one gets the state from it.
+    holds[1] |= {Shard(0, 1)}
+    alone = settle(PP3, before, frozenset({2, 5}), holds, anew=True, unable=[1])
+    assert alone.assignment.dark_replicas(PP3) == (1,)
+    assert [(a.slot, a.source_process) for a in adoptions(alone)] == [(2, 1)]
 
 
 @settings(deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=150)

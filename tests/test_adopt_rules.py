@@ -118,8 +118,8 @@ def test_a_dark_replica_comes_back_with_a_neighbour_in_two_slots() -> None:
     assert plan.actions == (
         Fill(1, 1, 0, 0),
         Fill(3, 3, 2, 2),
-        Adopt(5, 3, 4, 4),
         Fill(7, 7, 7, None),  # it holds what was committed last
+        Adopt(5, 3, 4, 4),  # after its own state, with which it takes over all that goes with one
     )
     assert revive(PP4, now, built, holds, unable=[3]).assignment.slots_of(7) == (7, 5)
     assert revive(PP4, now, built, holds, unable=[3, 7]) is now

@@ -98,6 +98,11 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
             flags(*RECOVER, "--ft-mecefo", "--log-params-norm"),
             "leave out --log-params-norm",
         ),
+        "mecefo with learning rates of their own": (
+            8,
+            flags(*RECOVER, "--ft-mecefo", "--decoupled-lr", "1e-3", "--num-layers", "4", pp=4),
+            "or have two stages at most",
+        ),
         "mecefo of one stage": (
             2,
             flags(*RECOVER, "--ft-mecefo", pp=1),
