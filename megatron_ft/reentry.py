@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft import reporting
 
@@ -29,6 +29,35 @@ def prepare(session: Session) -> None:
         session.transaction.snapshots.reset_bookkeeping()
         session.transaction.snapshots.drop()
     session.args.iteration = session.committed
+
+
+def resume(session: Session) -> None:
+    """Let Megatron's loop do what comes after the last committed step, if that was broken off.
+
+    Evaluation, checkpoint and exit conditions of a step come after it, and so does this repair
+    where nobody has begun another step. All processes know the same of it, from the repair, and
+    enter training together. The evaluation is of the same samples as if nothing had happened.
+    """
+    args, transaction = session.args, session.transaction
+    told = [report.facts for report in session.membership.others.values()]
+    begun = max((facts["iteration"] for facts in told), default=0)
+    if begun > session.committed or not any(facts["stepped"] for facts in told):
+        return
+    session.resumes = True
+    args.iteration = session.committed - 1
+    args.consumed_train_samples -= args.global_batch_size
+    known = session.evaluates_from
+    if known is not None and known.iteration == session.committed:
+        transaction.eval_starts = dict(known.starts)
+        args.consumed_valid_samples = known.consumed
+        session.evaluations = known.evaluations
+
+
+def step_is_done(session: Session) -> tuple[Any, ...]:
+    """What Megatron's train_step returns of a step whose results nobody needs again."""
+    session.iteration = session.committed
+    session.policy.entering = False  # all are in the same place
+    return {}, 0, False, False, 0, None, None, 0
 
 
 def finish_committed_step(session: Session) -> None:

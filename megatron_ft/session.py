@@ -50,6 +50,16 @@ class Step:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class EvaluatesFrom:
+    """What an evaluation that is done again must have as it was."""
+
+    iteration: int
+    starts: Mapping[str, int]
+    consumed: int
+    evaluations: int
+
+
 class Session:
     """One process's part in the job.
 
@@ -99,6 +109,15 @@ class Session:
         """The last iteration that all replicas agreed on; the state is that after it."""
         self.reentered = False
         """Whether this process has entered training while others were in it."""
+        self.stepped = False
+        """Whether this process has begun a step since the job started."""
+        self.resumes = False
+        """Whether Megatron's loop is to do what comes after the last step only: its evaluation, its
+        checkpoint, whether the job ends."""
+        self.saved: int | None = None
+        """The last iteration whose checkpoint is written."""
+        self.evaluates_from: EvaluatesFrom | None = None
+        """Where the evaluation after the last step began."""
         self.training_over = False
         """Whether Megatron has left its training loop: what is lost now is not computed again."""
         self.grad_squares: dict[Shard, float] = {}
@@ -172,6 +191,7 @@ class Session:
         """Megatron's train, entered again by a process that has been given a slot meanwhile."""
         if self.joining:
             self._wait_for_slot()
+            reentry.resume(self)
         else:
             self._train_started()
         while True:
@@ -184,6 +204,7 @@ class Session:
             if not self.world.slots:
                 self._wait_for_slot()
             self.policy.entering = True
+            reentry.resume(self)
 
     def _wait_for_slot(self) -> None:
         """In the pool, model and all, until there is a slot to serve."""
@@ -222,6 +243,7 @@ class Session:
     def step_begins(self) -> Iterator[None]:
         """Around Megatron's train_step."""
         self.iteration = self.args.curr_iteration + 1
+        self.stepped = True
         if self.transaction is not None:
             self.transaction.iteration = self.iteration
             self.transaction.step_start = self.args.consumed_train_samples
@@ -260,6 +282,14 @@ class Session:
         self.evaluating = True
         if self.transaction is not None:
             self.transaction.evaluated.clear()
+            known = self.evaluates_from
+            if known is None or known.iteration != self.iteration:  # the first of several sets
+                self.evaluates_from = EvaluatesFrom(
+                    self.iteration,
+                    dict(self.transaction.eval_starts),
+                    self.args.consumed_valid_samples,
+                    self.evaluations,
+                )
         self._evaluations_after += int(self.training_over)
         try:
             with (self.watch or NO_WATCH).working(), reported.summed_once(self):
@@ -279,6 +309,8 @@ class Session:
 
     def save(self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any) -> None:
         """Megatron's save_checkpoint, tried again if a process dies in it."""
+        if self.saved == iteration and not self.training_over:
+            return  # what comes after this step is done again, but this was done
         started = time.monotonic()
         written = True
         with (self.watch or NO_WATCH).saving():
@@ -290,6 +322,7 @@ class Session:
                 original(iteration, *args, **kwargs)
         if not written:
             return
+        self.saved = iteration
         reporting.checkpoint(self, iteration, time.monotonic() - started)
         if self.observer.log.elected:
             note_checkpoint(iteration)

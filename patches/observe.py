@@ -46,6 +46,10 @@ def _train_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         session = _session()
+        if session.resumes:
+            from megatron_ft import reentry
+
+            return reentry.step_is_done(session)
         started = time.monotonic()
         with session.step_begins():
             result = original(*args, **kwargs)
@@ -70,6 +74,9 @@ def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         session = _session()
+        if session.resumes:
+            session.resumes = False
+            return report_memory_flag
         session.step_committed(iteration, loss_dict, learning_rate, grad_norm)
         if session.reentered:
             # Megatron logs the first iteration of each train() together with all ranks, but the

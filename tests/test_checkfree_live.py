@@ -171,6 +171,7 @@ def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
     ]
     run = rebuilding(
         *(tmp_path, "--ft-checkfree-plus", "--eval-interval", "4", "--eval-iters", "2"),
+        *("--save", str(tmp_path / "saved"), "--save-interval", "8", "--ckpt-format", "torch"),
         *(part for kill in kills for part in ("--ft-fault", kill)),
         **PLUS,
     )
@@ -178,3 +179,5 @@ def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
     assert_goes_on(run, 3)
     told = {event["iteration"] for event in run.of_kind("eval") if event["split"] == "validation"}
     assert told == {*range(4, ITERS + 1, 4), ITERS}
+    written = [event["iteration"] for event in run.of_kind("checkpoint")]
+    assert written == list(range(8, ITERS + 1, 8)), "what comes after a step is not left out"

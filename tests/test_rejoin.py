@@ -175,3 +175,38 @@ def test_deaths_while_joining(big_reference: Run, tmp_path: Path) -> None:
     assert_faults_fired(run, 1 + len(kills))
     assert_same_training(run, big_reference)
     assert_equal_replicas(digests(tmp_path, 80), 2, 3)
+
+
+def test_an_evaluation_is_done_again_with_its_samples(tmp_path: Path) -> None:
+    """Both replicas break; what is left makes one, and enters training again outside of a step."""
+    two = {"tp": 1, "pp": 2, "dp": 2, "iters": 12}
+    flags = ("--ft-recover", "--eval-interval", "3", "--eval-iters", "3")
+    save = ("--save-interval", "6", "--ckpt-format", "torch")
+    run = launch(
+        *(*flags, *save, "--save", str(tmp_path / "saved")),
+        *(
+            "--ft-fault",
+            "kill@6:slot=0:point=eval:n=2",
+            "--ft-fault",
+            "kill@6:slot=3:point=eval:n=2",
+        ),
+        **two,
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    assert_faults_fired(run, 2)
+    assert [e["iteration"] for e in run.of_kind("slot_filled")] == [6, 6]
+    reference = launch(*flags, *save, "--save", str(tmp_path / "whole"), **two)
+    assert_same_training(run, reference)
+    assert told(run) == pytest.approx(told(reference), rel=1e-6)
+    assert len(told(reference)) == 12 // 3 + 2, "and of the end, on both sets"
+    written = [event["iteration"] for event in run.of_kind("checkpoint")]
+    assert written == [6, 12]
+
+
+def told(run: Run) -> dict[tuple[int, str, int], float]:
+    """Losses of evaluations, by iteration, set and number."""
+    losses: dict[tuple[int, str, int], float] = {}
+    for event in run.of_kind("eval"):
+        at = event["iteration"], event["split"]
+        losses[*at, sum(key[:2] == at for key in losses)] = event["lm_loss"]
+    return losses

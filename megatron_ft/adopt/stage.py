@@ -110,6 +110,8 @@ class AdoptedStage:
                 transaction=SimpleNamespace(eval_starts=dict(session.transaction.eval_starts)),
                 committed=session.committed,
                 evaluations=session.evaluations,
+                evaluates_from=session.evaluates_from,
+                saved=session.saved,
                 grad_squares=dict(session.grad_squares),
                 mecefo=session.mecefo,
             )

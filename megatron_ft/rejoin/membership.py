@@ -110,6 +110,7 @@ class Membership:
             "objected": self.world.objected,
             "committed": self.session.committed,
             "iteration": self.session.iteration,
+            "stepped": self.session.stepped,
             "finished": self.finished,
             "over": self.session.training_over,
             "exhausted": self.replacements.spawner.exhausted,

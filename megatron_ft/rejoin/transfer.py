@@ -108,6 +108,8 @@ def _state(session: Any) -> dict[str, Any]:
         "args": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
         "eval_starts": transaction.eval_starts,
         "evaluations": session.evaluations,
+        "evaluates_from": session.evaluates_from,
+        "saved": session.saved,
         "degraded": None if session.mecefo is None else session.mecefo.said,
         "grad_squares": dict(session.grad_squares),
         "golden": _golden(session),
@@ -134,6 +136,7 @@ def _load(session: Any, state: dict[str, Any]) -> None:
         setattr(session.args, name, value)
     session.transaction.eval_starts = dict(state["eval_starts"])
     session.evaluations = state["evaluations"]
+    session.evaluates_from, session.saved = state["evaluates_from"], state["saved"]
     session.committed = state["iteration"]
     session.grad_squares = dict(state["grad_squares"])
     if session.mecefo is not None:

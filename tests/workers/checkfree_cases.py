@@ -86,8 +86,8 @@ class Job:
             settings.no_sync_func = model[0].no_sync
         self.session = SimpleNamespace(
             args=args, model=model, optimizer=optimizer, scheduler=scheduler, committed=0,
-            evaluations=0, transaction=SimpleNamespace(eval_starts={}), mecefo=None,
-            grad_squares={},
+            evaluations=0, evaluates_from=None, saved=None, grad_squares={}, mecefo=None,
+            transaction=SimpleNamespace(eval_starts={}),
         )  # fmt: skip
         lr_scale.install(self.session, self.options)
         return self.session
