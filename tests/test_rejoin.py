@@ -186,9 +186,9 @@ def test_an_evaluation_is_done_again_with_its_samples(tmp_path: Path) -> None:
         *(*flags, *save, "--save", str(tmp_path / "saved")),
         *(
             "--ft-fault",
-            "kill@6:slot=0:point=eval:n=2",
+            "kill@6:slot=0:point=eval:n=6",
             "--ft-fault",
-            "kill@6:slot=3:point=eval:n=2",
+            "kill@6:slot=3:point=eval:n=6",
         ),
         **two,
     )
