@@ -10,12 +10,28 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from harness import ROOT, Run, launch, relative
 
 TOPOLOGY = {"tp": 1, "pp": 1, "dp": 3}
 MINUTES = float(os.environ.get("PUNISHER_MINUTES", "30"))
 """How long the campaign takes."""
+
+
+ENDLESS = 1_000_000
+"""Iterations of a job that ends when the punishment does."""
+
+
+def launcher_of(run_dir: Path) -> psutil.Process:
+    """The process that started a job, and passes signals on to all of it."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {"megatron_ft.launcher", str(run_dir)} <= set(process.info["cmdline"] or ())
+    ]
+    assert len(found) == 1, found
+    return found[0]
 
 
 def punished(
@@ -34,11 +50,13 @@ def punished(
             *("--json", str(result)),
         ]
         said.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False))
+        if iters == ENDLESS:
+            launcher_of(run_dir).terminate()  # as a scheduler does
 
     punisher = threading.Thread(target=punish)
     punisher.start()
     run = launch(
-        *("--ft-recover", "--ft-respawn", "--ft-respawn-nice", "0"),
+        *("--ft-recover", "--ft-respawn", "--ft-respawn-nice", "0", "--exit-signal-handler"),
         run_dir=run_dir,
         iters=iters,
         timeout=2 * seconds + 300,
@@ -50,10 +68,10 @@ def punished(
     return run, json.loads(result.read_text()), said[0].stdout
 
 
-def assert_unharmed(run: Run, result: dict[str, Any], iters: int, least_kills: int) -> None:
+def assert_unharmed(run: Run, result: dict[str, Any], least_kills: int) -> None:
     assert run.returncode == 0, run.output[-4000:]
     assert result["kills"] >= least_kills, "the punisher has done its work"
-    assert sorted(run.steps) == list(range(1, iters + 1)), "no step is missing"
+    assert sorted(run.steps) == list(range(1, max(run.steps) + 1)), "no step is missing"
     assert run.summary["steps_with_wrong_microbatches"] == 0
     assert run.summary["starts"] == 1, "no stop"
     assert len(run.of_kind("slot_filled")) >= least_kills // 2, "the world grows back"
@@ -68,7 +86,8 @@ def assert_unharmed(run: Run, result: dict[str, Any], iters: int, least_kills: i
 def test_two_minutes(tmp_path: Path) -> None:
     iters = 700
     run, result, _ = punished(tmp_path, 120, 12, iters, seed=3, **TOPOLOGY)
-    assert_unharmed(run, result, iters, least_kills=4)
+    assert_unharmed(run, result, least_kills=4)
+    assert max(run.steps) == iters
     reference = launch("--ft-recover", iters=iters, **TOPOLOGY)
     for iteration, step in run.steps.items():
         other = reference.steps[iteration]
@@ -80,6 +99,6 @@ def test_two_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_half_an_hour(tmp_path: Path) -> None:
-    iters = int(MINUTES * 60 * 10)  # so many that the job does not end before
-    run, result, _ = punished(tmp_path, MINUTES * 60, 20, iters, seed=7, tp=1, pp=2, dp=3)
-    assert_unharmed(run, result, iters, least_kills=int(MINUTES))
+    run, result, _ = punished(tmp_path, MINUTES * 60, 20, ENDLESS, seed=7, tp=1, pp=2, dp=3)
+    assert_unharmed(run, result, least_kills=int(MINUTES))
+    assert max(run.steps) > 60 * MINUTES, "it trains meanwhile"
