@@ -84,7 +84,10 @@ def judge(case: Case, run: Run, ended: Ended, reference: Run | None) -> list[Pro
     if expect.weights_equal:
         add("weights", _weights(case, run))
     if expect.growth is not None:
-        add("growth", _growth(expect.growth, run.census(expect.growth.process)))
+        census = run.census(expect.growth.process)
+        # Apart: a control that must leak would pass without any count.
+        add("exit", _uncounted(expect.growth, census))
+        add("growth", _growth(expect.growth, census))
     if expect.repair_s is not None:
         add("repair", _repair(expect.repair_s, run))
     return found
@@ -144,12 +147,18 @@ def _weights(case: Case, run: Run) -> Iterator[str]:
         yield "all stages hold the same bytes, so that this could not fail"
 
 
+def _uncounted(limit: Growth, census: Sequence[dict[str, Any]]) -> Iterator[str]:
+    try:
+        leaked(census)
+    except ValueError as error:
+        yield f"process {limit.process}: {error}"
+
+
 def _growth(limit: Growth, census: Sequence[dict[str, Any]]) -> Iterator[str]:
     try:
         grown = {what: growth(census, what) for what in (*COUNTED, "resident")}
         more = leaked(census)
-    except ValueError as error:
-        yield f"process {limit.process}: {error}"
+    except ValueError:  # see _uncounted
         return
     for what in COUNTED:
         if grown[what]:

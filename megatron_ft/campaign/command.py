@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:
             print(f"{case.title}{' (control)' if case.is_control else ''}")
         return 0
-    console = Console(highlight=False)
+    # A file or pipe has no width of its own, and names cut short are of no use.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     runner = Runner(
         options.out,
         options.data_path or _default_data(),
