@@ -120,7 +120,9 @@ def test_each_check_can_be_red(run: Run, reference: Run) -> None:
         "validation": red(CASE, changed(run, "eval", lm_loss=lambda x: x * (1 + 2e-6)), reference),
         "weights": red(CASE, run.with_weights({0: run.weights[0]}), reference),
         "events": red(expecting(events={"slot_filled": Count(least=1)}), run, reference),
-        "growth": red(expecting(growth=Growth(process=0, resident_mb=1)), run, reference),
+        "growth": red(
+            expecting(growth=Growth(process=0, resident_mb=1)), counted(run, groups=8), reference
+        ),
         "repair": red(expecting(repair_s=0.02), run, reference),
     }
     assert cases == {name: {name} for name in CHECKS}
@@ -248,6 +250,7 @@ def counted(run: Run, *last: str, groups: int = 7, threads: tuple[str, ...] = ()
 
 def test_what_may_pile_up_and_what_may_not(run: Run, reference: Run) -> None:
     case = expecting(growth=Growth(process=0, resident_mb=1))
+    assert red(case, run, reference) == {"exit"}, "what nobody has counted has not grown"
     own = ("/runs/a/events.jsonl", "socket:[2]")  # of who writes for all by then
     assert red(case, counted(run, *own, threads=("ft-control",)), reference) == set()
     assert red(case, counted(run, *own, "socket:[3]"), reference) == {"growth"}
