@@ -39,11 +39,14 @@ def resume(session: Session) -> None:
     enter training together. The evaluation is of the same samples as if nothing had happened.
     """
     args, transaction = session.args, session.transaction
+    session.resumes = False
     told = [report.facts for report in session.membership.others.values()]
     begun = max((facts["iteration"] for facts in told), default=0)
     if begun > session.committed or not any(facts["stepped"] for facts in told):
         return
     session.resumes = True
+    if any(facts.get("written") == session.committed for facts in told):
+        session.saved = session.committed  # what broke off the save came after its last word
     args.iteration = session.committed - 1
     args.consumed_train_samples -= args.global_batch_size
     known = session.evaluates_from
@@ -70,15 +73,14 @@ def finish_committed_step(session: Session) -> None:
     transaction, args = session.transaction, session.args
     if (
         transaction is None
+        or not session.stepped
         or transaction.iteration != session.committed
         or args.consumed_train_samples != transaction.step_start
     ):
         return
     args.consumed_train_samples += args.global_batch_size
-    skipped = bool(transaction.rehearsed.get("prepare_grads"))
-    if skipped:
-        args.skipped_train_samples += args.global_batch_size
-    else:
+    overflowed = bool(transaction.rehearsed.get("prepare_grads"))
+    if not overflowed:
         session.scheduler.step(increment=args.global_batch_size)
     if transaction.last_reports:
         total, count = transaction.last_reports[0]["lm loss"].tolist()

@@ -385,6 +385,23 @@ class Session:
         """This process serves a slot beside its own from now on."""
         reporting.stage_adopted(self, adopt, moved)
 
+    def evaluation_state(self) -> dict[str, Any]:
+        """What of evaluations and checkpoints all who train know alike."""
+        consumed = getattr(self.args, "consumed_valid_samples", 0)
+        return {
+            "count": self.evaluations,
+            "consumed": consumed,
+            "starts": {} if self.transaction is None else dict(self.transaction.eval_starts),
+            "from": self.evaluates_from,
+            "saved": self.saved,
+        }
+
+    def take_evaluation_state(self, known: Mapping[str, Any]) -> None:
+        """Know what the others know who trained while this process waited in the pool."""
+        self.evaluations, self.evaluates_from = known["count"], known["from"]
+        self.saved, self.args.consumed_valid_samples = known["saved"], known["consumed"]
+        self.transaction.eval_starts = dict(known["starts"])
+
     def kind_of_data(self, training: bool) -> str:
         """What is read now, for a process whose own stage reads nothing."""
         if training:

@@ -119,7 +119,10 @@ class StepTransaction:
         """Where the next batch of evaluation begins in its dataset, by its kind."""
         self.eval_batch = 0
         self._evaluates: str | None = None
-        """The kind of data of the batch of evaluation under way, where this process reads it."""
+        """The kind of data of the batch of evaluation under way."""
+        self.kind_of_evaluation: Callable[[], str] = lambda: "valid"
+        """The same on stages that read data and on those that do not, so that all know alike where
+        evaluation is."""
         self.evaluated: list[dict[str, Any]] = []
         """What the batches of an evaluation reported; whoever runs it empties the list."""
 
@@ -175,7 +178,7 @@ class StepTransaction:
                 self.eval_starts[self._evaluates] = self.base + self.eval_batch
         if training:
             # In the first step of an epoch some have begun anew and others have only just come.
-            if self.speeds is not None and self._committed_epochs[1] == self.world.epoch:
+            if self.speeds is not None and self.asked_in_this_epoch:
                 self.speeds.observe(attempt.times)
             self._committed_epochs = (self._committed_epochs[1], self.world.epoch)
             self.on_commit(self.iteration)
@@ -254,9 +257,11 @@ class StepTransaction:
             self.pair.begin(training)
         iterators = iterators_of(call, self.pair)
         self.base = self.step_start
-        self._evaluates = iterators[0].kind if iterators and not training else None
-        if self._evaluates is not None:
-            self.base = self.eval_starts.get(self._evaluates, iterators[0].base)
+        self._evaluates = None
+        if not training:
+            self._evaluates = iterators[0].kind if iterators else self.kind_of_evaluation()
+            start = iterators[0].base if iterators else 0
+            self.base = self.eval_starts.get(self._evaluates, start)
         for iterator in iterators:
             iterator.begin_step(self.base)
 
@@ -269,6 +274,11 @@ class StepTransaction:
         live = self.world.assignment.whole_replicas(self.world.topology)
         computing = all(workload.to_compute(replica) for replica in live)
         return computing and self._committed_epochs == (self.world.epoch, self.world.epoch)
+
+    @property
+    def asked_in_this_epoch(self) -> bool:
+        """Whether the processes of this epoch have committed a step together."""
+        return self._committed_epochs[1] == self.world.epoch
 
     def _adopt_config(self, chunks: Sequence[Any]) -> None:
         config = chunks[0].config

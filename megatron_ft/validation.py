@@ -109,6 +109,10 @@ def validate(args: Any) -> None:
             "--no-barrier-with-level-1-timing to --timing-log-level",
         ),
         (
+            bool(args.iterations_to_skip),
+            f"{flag} counts the steps that were committed: leave out --iterations-to-skip",
+        ),
+        (
             args.optimizer_cuda_graph,
             f"{flag} holds the optimizer step back until all have voted: leave out "
             "--optimizer-cuda-graph",

@@ -78,9 +78,9 @@ def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             session.resumes = False
             return report_memory_flag
         session.step_committed(iteration, loss_dict, learning_rate, grad_norm)
-        if session.reentered:
-            # Megatron logs the first iteration of each train() together with all ranks, but the
-            # others are not in their first.
+        if session.resilient:
+            # Megatron logs the first iteration of each train() together with all ranks. Who came
+            # later has its first when others do not, and all must do the same.
             kwargs["is_first_iteration"] = False
         return original(
             loss_dict,

@@ -66,6 +66,11 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
             flags(*RECOVER, "--ft-respawn", "--decoupled-lr", "1e-3", "--num-layers", "4", pp=4),
             "or have two stages at most",
         ),
+        "skipped iterations": (
+            4,
+            flags(*RECOVER, "--iterations-to-skip", "3"),
+            "leave out --iterations-to-skip",
+        ),
         "interleaved": (4, flags(*RECOVER, *interleaved), "leave out the interleaved schedule"),
         "distributed optimizer": (
             4,

@@ -177,30 +177,55 @@ def test_deaths_while_joining(big_reference: Run, tmp_path: Path) -> None:
     assert_equal_replicas(digests(tmp_path, 80), 2, 3)
 
 
-def test_an_evaluation_is_done_again_with_its_samples(tmp_path: Path) -> None:
-    """Both replicas break; what is left makes one, and enters training again outside of a step."""
-    two = {"tp": 1, "pp": 2, "dp": 2, "iters": 12}
-    flags = ("--ft-recover", "--eval-interval", "3", "--eval-iters", "3")
-    save = ("--save-interval", "6", "--ckpt-format", "torch")
+EVALUATIONS = ("--ft-recover", "--eval-interval", "3", "--eval-iters", "3")
+SHORT = {"tp": 1, "pp": 2, "dp": 2, "iters": 12}
+SAVES = ("--save-interval", "6", "--ckpt-format", "torch")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    saved = tmp_path_factory.mktemp("whole")
+    run = launch(*EVALUATIONS, *SAVES, "--save", str(saved), **SHORT)
+    assert len(told(run)) == 12 // 3 + 2, "and of the end, on both sets"
+    return run
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        # Both replicas break in a second batch; what is left makes one, and enters training again.
+        ("kill@6:slot=0:point=eval:n=6", "kill@6:slot=3:point=eval:n=6"),
+        # Who is left of the first replica waits while the other one evaluates, then serves again.
+        ("kill@6:slot=0:point=eval", "kill@7:slot=3:point=forward"),
+    ],
+)
+def test_an_evaluation_has_its_samples(
+    evaluated: Run, tmp_path: Path, deaths: tuple[str, str]
+) -> None:
     run = launch(
-        *(*flags, *save, "--save", str(tmp_path / "saved")),
-        *(
-            "--ft-fault",
-            "kill@6:slot=0:point=eval:n=6",
-            "--ft-fault",
-            "kill@6:slot=3:point=eval:n=6",
-        ),
-        **two,
+        *(*EVALUATIONS, *SAVES, "--save", str(tmp_path / "saved")),
+        *(part for death in deaths for part in ("--ft-fault", death)),
+        **SHORT,
     )
     assert run.returncode == 0, run.output[-4000:]
     assert_faults_fired(run, 2)
-    assert [e["iteration"] for e in run.of_kind("slot_filled")] == [6, 6]
-    reference = launch(*flags, *save, "--save", str(tmp_path / "whole"), **two)
-    assert_same_training(run, reference)
-    assert told(run) == pytest.approx(told(reference), rel=1e-6)
-    assert len(told(reference)) == 12 // 3 + 2, "and of the end, on both sets"
+    assert run.summary["live_replicas"] == 1 and run.of_kind("slot_filled")
+    assert_same_training(run, evaluated)
+    assert told(run) == pytest.approx(told(evaluated), rel=1e-6)
     written = [event["iteration"] for event in run.of_kind("checkpoint")]
     assert written == [6, 12]
+
+
+def test_who_comes_together_in_the_first_step() -> None:
+    """One has never ended a step, the other has: what Megatron asks once, both ask."""
+    run = launch(
+        *("--ft-recover", "--log-interval", "10", "--ft-fault", "kill@1:slot=2:point=forward"),
+        *("--ft-fault", "kill@1:slot=1:point=reduced"),
+        **SHORT,
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    assert_faults_fired(run, 2)
+    assert_same_training(run, launch("--ft-recover", **SHORT))
 
 
 def told(run: Run) -> dict[tuple[int, str, int], float]:

@@ -82,8 +82,6 @@ class AdoptedStage:
 
     def _hear(self, face: Any) -> None:
         session = self.session
-        # A process that has read no data so far does not know how far evaluation has come.
-        session.transaction.eval_starts.update(face.transaction.eval_starts)
         session.grad_squares = session.grad_squares | face.grad_squares
         self.uncounted = lr_scale.hear(session.args, face.args, self.stage)
         self.holds_state = True

@@ -99,10 +99,6 @@ def rebuild(
         ends.update(sent["ends"])
         lacking -= set(sent["ends"])
         rest = rest or sent["rest"]
-        starts = rest["state"]["eval_starts"]
-        for kind, start in sent["rest"]["state"]["eval_starts"].items():
-            # A stage that reads no data does not know how much of it was evaluated on.
-            starts[kind] = max(start, starts.get(kind, start))
     assert not lacking, f"no source of stage {stage} has {sorted(lacking)}"
     _become(session, stage, average, ends, rest, options)
     return Moved(nbytes, time.monotonic() - started)

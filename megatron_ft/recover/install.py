@@ -52,6 +52,7 @@ def build_transaction(session: Session) -> None:
         keyed_rng=keyed,
     )
     transaction.reports.counts_ids = mpu.get_context_parallel_rank() == 0
+    transaction.kind_of_evaluation = lambda: session.kind_of_data(training=False)
     transaction.on_commit = session.committed_step
     transaction.eval_starts["valid"] = args.consumed_valid_samples
     transaction.eval_batch = args.eval_global_batch_size

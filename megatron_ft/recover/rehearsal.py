@@ -16,6 +16,11 @@ def rehearse(transaction: StepTransaction) -> None:
     """Run the collectives of ``optimizer.step`` now, so that none is left after the vote."""
     # Of two stages the optimizers are asked as one.
     own = transaction.optimizer
+    if not transaction.asked_in_this_epoch:
+        # Megatron asks the other stages in its first step only, and who comes together after a
+        # failure may or may not have had one.
+        for single in (own, *own.chained_optimizers):
+            single._has_grad_norm_group_cache = None
     optimizer: Any = own if transaction.pair is None else transaction.pair
     found_inf = optimizer.prepare_grads()
     rehearsed: dict[str, Any] = {"prepare_grads": found_inf}

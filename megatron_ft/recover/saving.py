@@ -44,6 +44,9 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> boo
     world = session.world
     assert world is not None
     tracked = _tracker_time(Path(session.args.save))
+    # Whoever fails in the save breaks off what others of its replica do: they must be in it, too.
+    while not world.agree(True):
+        session.mend(f"save of iteration {iteration}")
     while True:
         if hosting_replicas(world).issuperset(world.assignment.whole_replicas(world.topology)):
             logger.warning(
@@ -55,8 +58,10 @@ def save(session: Session, attempt: Callable[[], object], iteration: int) -> boo
         error = _try(session, attempt)
         if world.agree(error is None):
             return True
+        written = iteration if _is_written(Path(session.args.save), iteration, tracked) else None
+        facts = {"save_error": error, "written": written}
         try:
-            repaired = session.mend(f"save of iteration {iteration}", {"save_error": error})
+            repaired = session.mend(f"save of iteration {iteration}", facts)
         except ReplicaLost:  # training is entered again, and the next save is another attempt
             _forget_written()
             raise
@@ -140,6 +145,12 @@ def _tracker_time(save_dir: Path) -> int | None:
     return tracker.stat().st_mtime_ns if tracker.exists() else None
 
 
+def _is_written(save_dir: Path, iteration: int, tracked: int | None) -> bool:
+    """Whether the tracker, which is moved last, has been moved to ``iteration`` since."""
+    moved = _tracker_time(save_dir) != tracked
+    return moved and (save_dir / TRACKER).read_text().strip() == str(iteration)
+
+
 def _clear(save_dir: Path, iteration: int, tracked: int | None) -> bool:
     """Remove what an attempt left, unless the tracker says that it is complete; whether it is.
 
@@ -147,8 +158,7 @@ def _clear(save_dir: Path, iteration: int, tracked: int | None) -> bool:
         tracked: When the tracker was written that was there before: a job that goes on from an
             older checkpoint may find its own iteration in it.
     """
-    moved = _tracker_time(save_dir) != tracked
-    if moved and (save_dir / TRACKER).read_text().strip() == str(iteration):
+    if _is_written(save_dir, iteration, tracked):
         return True
     partial = save_dir / f"iter_{iteration:07d}"
     if partial.exists():

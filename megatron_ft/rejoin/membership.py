@@ -111,6 +111,7 @@ class Membership:
             "committed": self.session.committed,
             "iteration": self.session.iteration,
             "stepped": self.session.stepped,
+            "evaluation": self.session.evaluation_state(),
             "finished": self.finished,
             "over": self.session.training_over,
             "exhausted": self.replacements.spawner.exhausted,
@@ -233,6 +234,10 @@ class Membership:
             self.session.iteration = max(
                 (r.facts["iteration"] for r in repaired.reports.values()), default=0
             )
+            trained = set(repaired.before.active_processes)
+            known = [r.facts["evaluation"] for p, r in repaired.reports.items() if p in trained]
+            if known and self.session.transaction is not None:
+                self.session.take_evaluation_state(max(known, key=lambda state: state["count"]))
         self._changed = True
         if asked:
             self.history.asked_back = True
