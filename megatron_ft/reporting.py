@@ -64,7 +64,10 @@ def run_restarted(session: Session) -> None:
     if restart == 0 or not session.observer.log.elected:
         return
     past = session.observer.log.read()
-    before = max((e["iteration"] for e in past if e["kind"] == "step"), default=0)
+    begun = max((i for i, e in enumerate(past) if e["kind"] == "run_started"), default=0)
+    # Of the last start that trained: what was lost before, an earlier restart has counted.
+    steps = [e["iteration"] for e in past[begun:] if e["kind"] == "step"]
+    before = max(steps, default=session.committed)
     session.emit(
         "run_restarted",
         restart=restart,

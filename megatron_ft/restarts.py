@@ -58,6 +58,8 @@ class Restarts:
     """Restarts in a row that completed no checkpoint newer than all before."""
     newest: int = -1
     last_code: int = 0
+    suspect: int | None = None
+    """The checkpoint with which the last start did not get as far as training."""
     skip: set[int] = field(default_factory=set)
 
     def again(self, end: Ended) -> bool:
@@ -72,10 +74,12 @@ class Restarts:
         if end.checkpoint is not None:
             # Written anew, what could not be loaded before is another one now.
             self.skip = {iteration for iteration in self.skip if iteration > end.checkpoint}
-        if end.loading is not None:
+        # Once may be a death of its own while the data were prepared; twice is the checkpoint.
+        if end.loading is not None and end.loading == self.suspect:
             self.skip.add(end.loading)
             # What comes again after an older one is progress.
             self.newest = min(self.newest, end.loading - 1)
+        self.suspect = end.loading
         if self.gave_up or self.done == self.limit:
             return False
         self.done += 1

@@ -48,6 +48,11 @@ def main(program_start: float | None = None) -> int:
     try:
         return _run(job, has_gpu, program_start)
     except (FtArgumentError, FaultSpecError) as error:
+        if job.newcomer is not None:
+            # The job goes on without it, and its exit code is not this process's to write.
+            from megatron_ft.rejoin.newcomer import leave as leave_alone
+
+            leave_alone(error)
         return leave(job, _refuse(error, first))
 
 
@@ -85,9 +90,10 @@ def _run(job: Job, has_gpu: bool, program_start: float | None) -> int:
     from megatron_ft.observe.rundir import RunDirectory
     from megatron_ft.session import NoWayOn, Session, close_session, open_session
 
-    run_dir = RunDirectory(agreed_run_dir(job))
+    path, start_name = agreed_run_dir(job)
+    run_dir = RunDirectory(path)
     process = job.world.process if job.world is not None else int(os.environ["RANK"])
-    observer = Observer(run_dir, process, job=os.environ.get(START, "0"))
+    observer = Observer(run_dir, process, job=start_name)
     if job.slot == 0:
         run_dir.clear_exit_status()
     session = open_session(Session(job.early, job.world, watch_of(job), observer))
@@ -302,7 +308,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         from megatron_ft.recover.resume import restart
 
         restart(job.world, job.slot, args, config)
-    if session.injector is not None:
+    if session.injector is not None and job.newcomer is None:  # who started it has checked
         session.fault_plan.check(
             num_slots=args.world_size,
             num_stages=args.pipeline_model_parallel_size,

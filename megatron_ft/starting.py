@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.arguments import Early, FtArgumentError
-from megatron_ft.restarts import RUN_DIR
+from megatron_ft.restarts import RUN_DIR, START
 
 
 class Job:
@@ -126,15 +126,27 @@ def import_everything(tokenizer_type: str | None) -> None:
         import_tokenizers(tokenizer_type)
 
 
-def agreed_run_dir(job: Job) -> str:
-    """The run directory, the same for all processes of the job."""
-    from megatron_ft.observe.rundir import default_path
+def agreed_run_dir(job: Job) -> tuple[str, str]:
+    """The run directory, and the name of this start in it; the same for all processes of the job.
+
+    A start is named by how many have trained in the directory before, by this launcher or by an
+    earlier one, so that its events are not taken for theirs.
+    """
+    from megatron_ft.observe.jsonl import read_events
+    from megatron_ft.observe.rundir import RunDirectory, default_path
 
     if job.newcomer is not None:
-        return str(job.newcomer.order.run_dir)
-    given = job.early.options.ft_run_dir
-    path = given or os.environ.get(RUN_DIR) or str(default_path())
-    return str(job.world.comm.bcast(path)) if job.world is not None else path
+        return job.newcomer.order.run_dir, job.newcomer.order.job
+    path = job.early.options.ft_run_dir or os.environ.get(RUN_DIR) or str(default_path())
+    agreed: tuple[str, str] | None = None
+    if job.world is None or job.world.comm.rank == 0:
+        events = read_events(RunDirectory(path)).events
+        before = sum(event["kind"] == "run_started" for event in events)
+        agreed = path, str(max(before, int(os.environ.get(START, "0"))))
+    if job.world is not None:
+        agreed = job.world.comm.bcast(agreed)
+    assert agreed is not None
+    return agreed
 
 
 def watch_of(job: Job) -> Any:

@@ -354,3 +354,16 @@ def test_an_mpirun_that_does_not_notice_the_end(
     assert end.returncode == -signal.SIGKILL
     assert 2.5 < time.monotonic() - started < 40
     assert "has not noticed" in capfd.readouterr().err
+
+
+def test_a_signal_after_the_end_is_heard() -> None:
+    """It comes while what the ranks have left running gets its time."""
+    leaves = "p=$PPID; (sleep 1; kill -TERM $p; exec sleep 30) & exit 3"
+    end = supervision.supervise(["/bin/sh", "-c", leaves], os.environ, grace=1.0)
+    assert end.returncode == 3 and end.stopped_by == signal.SIGTERM
+
+
+def test_the_ranks_of_one_that_has_ended_are_none() -> None:
+    done = subprocess.Popen(["true"])
+    done.wait()
+    assert supervision._local_ranks(done.pid) == []

@@ -58,6 +58,7 @@ def test_a_job_that_loses_everything_is_started_again(reference: Run, tmp_path: 
     cut.write_bytes(cut.read_bytes()[:1000])
     bad = save / "iter_0000008" / "mp_rank_00" / "model_optim_rng.pt"
     torch.save({"this is": "no checkpoint"}, bad)
+    (save / "latest_checkpointed_iteration.txt").write_text("")  # torn, too
     again = launch(
         *("--ft-recover", "--save", str(save), "--save-interval", "50", "--ckpt-format", "torch"),
         *("--ft-fault", "kill@1:slot=0", "--ft-fault", "kill@1:slot=1"),
@@ -67,6 +68,18 @@ def test_a_job_that_loses_everything_is_started_again(reference: Run, tmp_path: 
     assert_goes_on(again, reference, first=5)
     assert "cut short" in again.output and "could not load it" in again.output
     assert [e["from_iteration"] for e in again.of_kind("run_restarted")] == [4]
+
+
+def test_two_jobs_in_one_run_directory(tmp_path: Path) -> None:
+    """What the second one does is not taken for what the first one did."""
+    one = {"tp": 1, "pp": 1, "dp": 1, "run_dir": tmp_path / "run"}
+    save = ("--save", str(tmp_path / "save"), "--ckpt-format", "torch", "--save-interval", "4")
+    first = launch(*save, "--exit-interval", "4", **one)
+    assert first.returncode == 0 and first.summary["starts"] == 1
+    second = launch(*save, "--load", str(tmp_path / "save"), **one)
+    assert second.returncode == 0, second.output[-4000:]
+    assert second.summary["starts"] == 2 and sorted(second.steps) == list(range(1, 9))
+    assert len(second.of_kind("run_started")) == 2
 
 
 def test_without_restarts_the_job_is_lost() -> None:
@@ -116,7 +129,7 @@ def test_what_is_not_started_again() -> None:
 @given(st.lists(st.tuples(st.none() | st.integers(0, 5), st.none() | st.integers(0, 5))))
 def test_restarts_end(ends: list[tuple[int | None, int | None]]) -> None:
     restarts = Restarts(1000)
-    best, in_vain, said = -1, 0, set()
+    best, in_vain, said, suspect = -1, 0, set(), None
     for number, (checkpoint, loading) in enumerate(ends):
         going_on = restarts.again(Ended(9, None, checkpoint, loading))
         if checkpoint is not None and checkpoint > best:
@@ -125,9 +138,10 @@ def test_restarts_end(ends: list[tuple[int | None, int | None]]) -> None:
             in_vain += 1
         if checkpoint is not None:
             said = {iteration for iteration in said if iteration > checkpoint}
-        if loading is not None:  # what comes again after an older one is progress
+        if loading is not None and loading == suspect:  # the second time in a row
             said.add(loading)
-            best = min(best, loading - 1)
+            best = min(best, loading - 1)  # what comes again after an older one is progress
+        suspect = loading
         assert going_on == (in_vain < MAX_IN_VAIN)
         if not going_on:
             assert restarts.gave_up and restarts.message

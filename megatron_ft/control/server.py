@@ -44,11 +44,17 @@ class ControlServer:
         listener = socket.socket(socket.AF_UNIX)
         # Made beside and renamed: a client finds the old socket or the new one, never none.
         beside = f".{SOCKET}.{os.getpid()}"
-        with short_path(self._run_dir) as path:
-            temporary = path.replace(SOCKET, beside)
-            listener.bind(temporary)
-            listener.listen(8)
-            os.replace(temporary, path)
+        try:
+            with short_path(self._run_dir) as path:
+                temporary = path.replace(SOCKET, beside)
+                listener.bind(temporary)
+                os.chmod(temporary, 0o600)  # whoever can connect can make replicas leave
+                listener.listen(8)
+                os.replace(temporary, path)
+        except OSError as error:  # a file system without sockets, or a full one
+            logger.warning("no orders are taken (tools/ft_ctl.py): %s", error)
+            listener.close()
+            return
         self._socket = listener
         threading.Thread(
             target=self._accept, args=(listener,), name="ft-control", daemon=True

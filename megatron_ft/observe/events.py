@@ -79,7 +79,7 @@ class EventLog:
         self.run_dir = run_dir
         self.process = process
         self._elected = elected
-        self._job = job
+        self.job = job
         self._clock = clock
         self._token = secrets.token_hex(6)
         self._count = 0
@@ -129,7 +129,7 @@ class EventLog:
         with self._lock:
             self._last_time = max(self._last_time, self._clock())
             event: Event = {
-                "id": f"{self._job}:{agreed}" if agreed else f"{self._token}.{self._count}",
+                "id": f"{self.job}:{agreed}" if agreed else f"{self._token}.{self._count}",
                 "time": self._last_time,
                 "iteration": iteration,
                 "epoch": epoch,

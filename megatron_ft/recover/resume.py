@@ -71,6 +71,16 @@ def _tracked(save_dir: Path) -> int | None:
         return None
 
 
+def _mend_tracker(save_dir: Path, iteration: int) -> None:
+    """A torn tracker ends Megatron, although it is told which iteration to load."""
+    tracker = save_dir / TRACKER
+    if tracker.exists() and _tracked(save_dir) is None:
+        logger.warning("%s cannot be read: it says %d from now on", tracker, iteration)
+        beside = tracker.with_suffix(".mended")
+        beside.write_text(str(iteration))
+        beside.replace(tracker)
+
+
 def _fault_of_torch(folder: Path, num_shards: int) -> str | None:
     files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     if len(files) != num_shards:
@@ -137,13 +147,15 @@ def restart(world: Any, slot: int | None, args: Any, config: Any) -> None:
     first = slot == 0
     skip = [int(text) for text in os.environ.get(SKIP, "").split(",") if text]
     shards = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    chosen = choose(Path(args.save), skip, shards) if first else None
+    # With a stock backend nobody can be asked, and all look: the job has ended, nothing changes.
+    chosen = choose(Path(args.save), skip, shards) if first or world is None else None
     if world is not None:
         # One process looks: two could see a folder at two moments.
         chosen = world.active.bcast(chosen)
     if chosen is not None:
         go_on_from(chosen, args, config)
         if first:
+            _mend_tracker(Path(args.save), chosen)
             note_loading(chosen)
         return
     if first:

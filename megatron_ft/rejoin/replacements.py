@@ -97,6 +97,7 @@ class Replacements:
             topology=self.world.topology,
             iteration=session.iteration,
             run_dir=str(session.observer.run_dir.path),
+            job=session.observer.log.job,
             watch=session.watch.shared() if session.watch is not None else None,
             made=numbers.made(),
         )

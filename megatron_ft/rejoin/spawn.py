@@ -46,6 +46,8 @@ class Order:
     iteration: int
     """The step at which it was told."""
     run_dir: str
+    job: str
+    """What the ids of this start's events begin with."""
     watch: tuple[str, str] | None
     """Where the processes of its parent's host watch each other."""
     made: int = 0

@@ -103,7 +103,9 @@ def supervise(
         leftovers.end(patience=LEFTOVER_SECONDS if stop.by is None else 0.0)
         while streams.get_map():  # to the end: no one is left to hold them open
             _relay(streams)
-    return End(mpirun.returncode, stop.by, errors.notices)
+        # Who asks for the end while leftovers are killed does not want the job started again.
+        asked = next((number for number in pending if number in STOP_SIGNALS), None)
+    return End(mpirun.returncode, stop.by or asked, errors.notices)
 
 
 @contextmanager
@@ -227,8 +229,12 @@ class _Leftovers:
 
 def _local_ranks(mpirun_pid: int) -> list[psutil.Process]:
     """This host's ranks: mpirun's other children connect it to its daemons on other hosts."""
-    ranks = []
-    for child in _children(psutil.Process(mpirun_pid), recursive=False):
+    ranks: list[psutil.Process] = []
+    try:
+        mpirun = psutil.Process(mpirun_pid)
+    except psutil.NoSuchProcess:
+        return ranks  # it has just ended, and has been waited for
+    for child in _children(mpirun, recursive=False):
         try:
             if FROM_OPEN_MPI["RANK"] in child.environ():
                 ranks.append(child)

@@ -45,6 +45,7 @@ def main() -> None:
         slot=3,
         topology=Topology(tensor=1, pipeline=2, data=2),
         iteration=5,
+        job="0",
         run_dir="",
         watch=None,
     )
