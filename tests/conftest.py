@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.observe.rundir import RunDirectory
+
+
+# A shell that runs the tests in the background has them ignore this, and with them all their jobs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
