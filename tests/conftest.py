@@ -11,7 +11,6 @@ import pytest
 
 from megatron_ft.observe.rundir import RunDirectory
 
-
 # A shell that runs the tests in the background has them ignore this, and with them all their jobs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
