@@ -138,8 +138,10 @@ def sends_that_nobody_waits_for(s: Side) -> Any:
     for tensor in received:
         dist.recv(tensor, source, group=s.world)
     dist.barrier(group=s.world)
+    end = time.monotonic() + 20
     for work in list(s.world._pending):
-        assert work.is_completed()
+        while not work.is_completed():  # what has arrived may not be known to have been sent
+            assert time.monotonic() < end
     left = len(s.world._pending)
     return [received, left], [[s.values(3, salt=i, rank=source) for i in range(300)], 0]
 
