@@ -216,7 +216,8 @@ def command_of(cell: Cell, data_prefix: str, directory: Path, number: int = 0) -
 def shown(cell: Cell, command: Sequence[str]) -> str:
     """A command as it can be given in a shell in the repository."""
     variables = [f"{name}={value}" for name, value in sorted(cell.environment.items())]
-    return " ".join([*variables, shlex.join(["python", *command[1:]])])
+    words = [word.removeprefix(f"{ROOT}/") for word in command[1:]]
+    return " ".join([*variables, shlex.join(["python", *words])])
 
 
 def check_start(cell: Cell, number: int, code: int, directory: Path) -> None:
