@@ -187,9 +187,8 @@ def _slot_to_build(job: Job) -> int:
             return int(told)
         job.newcomer.enter(job.session)
     else:
-        import_everything(
-            job.early.tokenizer
-        )  # a spare has the time for it now, not when it is needed
+        # A spare has the time for it now, and not when it is needed.
+        import_everything(job.early.tokenizer)
         if membership.warm:
             membership.target = membership.warm_target()
     membership.pool.wait()

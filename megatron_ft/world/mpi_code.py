@@ -6,9 +6,13 @@ Nothing here knows what is mended; see ``mpi_fix`` and ``mpi_fix_send``.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
+
+logger = logging.getLogger("megatron_ft.world")
 
 type Ranges = list[tuple[int, int]]
 
@@ -86,6 +90,28 @@ def executable(nbytes: int) -> tuple[mmap.mmap, int]:
     return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def redirect(slot: int, code: int) -> None:
-    """From now on calls through a table entry lead to ``code``."""
-    ctypes.c_uint64.from_address(slot).value = code
+def mend(
+    find: Callable[[], tuple[int, int] | None], make: Callable[[mmap.mmap, int, int], int]
+) -> mmap.mmap | None:
+    """Have calls of a function go through new instructions.
+
+    Args:
+        find: The table entry by which it is called and where it is; None for an unknown build.
+        make: From new memory, its address and where the function is: writes the instructions there
+            and says where they begin.
+
+    Returns:
+        The memory, which must be kept; None where nothing was changed.
+    """
+    try:
+        found = find()
+        if found is None:
+            logger.debug("%s: this build of Open MPI is not known", find.__module__)
+            return None
+        memory, base = executable(8192)
+    except OSError as error:
+        logger.debug("%s: Open MPI stays as it is: %s", find.__module__, error)
+        return None
+    slot, function = found
+    ctypes.c_uint64.from_address(slot).value = make(memory, base, function)
+    return memory

@@ -14,13 +14,10 @@ left alone, and so is any other processor than x86-64.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import struct
 
 from megatron_ft.world import mpi_code
-
-logger = logging.getLogger("megatron_ft.world")
 
 C_COLL = 0x158
 """Of ``ompi_communicator_t``: where its collectives are; null until it has some."""
@@ -40,24 +37,20 @@ def install() -> bool:
     """Put the fix in place in this process; whether it is."""
     if _kept:
         return True
-    try:
-        found = _find()
-        if found is None:
-            logger.debug("Open MPI is not mended: this build is not known")
-            return False
-        slot, revoke_local = found
-        memory, base = mpi_code.executable(8192)
-    except OSError as error:
-        logger.debug("Open MPI is not mended: %s", error)
-        return False
-    _kept.append(memory)
+    memory = mpi_code.mend(_find, _write)
+    if memory is not None:
+        _kept.append(memory)
+    return memory is not None
+
+
+def _write(memory: mmap.mmap, base: int, revoke_local: int) -> int:
+    """The empty set of collectives, what it calls, and the instructions that lend it."""
     lent, does_nothing, code = base, base + 4096, base + 4096 + 16
     struct.pack_into("<Q", memory, REVOKED, does_nothing)
     memory[4096 : 4096 + 3] = bytes.fromhex("31c0 c3")
     program = _program(lent, revoke_local)
     memory[4096 + 16 : 4096 + 16 + len(program)] = program
-    mpi_code.redirect(slot, code)
-    return True
+    return code
 
 
 def _program(lent: int, revoke_local: int) -> bytes:

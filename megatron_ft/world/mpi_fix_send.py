@@ -12,13 +12,10 @@ function itself does once it has the lock; as with ``mpi_fix``, only where it kn
 
 from __future__ import annotations
 
-import logging
 import mmap
 import struct
 
 from megatron_ft.world import mpi_code
-
-logger = logging.getLogger("megatron_ft.world")
 
 _SEND = (
     "4157 4989ff 4156 4155 4154 55 4889f5 53 4881ecb8000000 488b1d???????? 803b00 0f85f9020000"
@@ -36,22 +33,17 @@ def install() -> bool:
     """Put the fix in place in this process; whether it is."""
     if _kept:
         return True
-    try:
-        found = _find()
-        if found is None:
-            logger.debug("Open MPI's sending is not mended: this build is not known")
-            return False
-        slot, send = found
-        memory, code = mpi_code.executable(4096)
-    except OSError as error:
-        logger.debug("Open MPI's sending is not mended: %s", error)
-        return False
-    _kept.append(memory)
+    memory = mpi_code.mend(_find, _write)
+    if memory is not None:
+        _kept.append(memory)
+    return memory is not None
+
+
+def _write(memory: mmap.mmap, base: int, send: int) -> int:
     go_on = bytes.fromhex(f"48b8 {struct.pack('<Q', send).hex()} ffe0")  # mov rax, send; jmp rax
     program = _FAILED + _RETURN + go_on
     memory[: len(program)] = program
-    mpi_code.redirect(slot, code)
-    return True
+    return base
 
 
 def _find() -> tuple[int, int] | None:
