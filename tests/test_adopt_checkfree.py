@@ -217,6 +217,8 @@ def test_an_adopted_stage_whose_state_never_came_is_not_kept() -> None:
     # One that has the state and could not build the stage does not pass for one that runs it. Its
     # replica goes dark, and the other one gets the state from it.
     holds[1] |= {Shard(0, 1)}
+    other = settle(PP3, before, frozenset({2}), holds, anew=True, unable=[1])
+    assert (3, 5, 1) in [(a.slot, a.process, a.source_process) for a in adoptions(other)]
     alone = settle(PP3, before, frozenset({2, 5}), holds, anew=True, unable=[1])
     assert alone.assignment.dark_replicas(PP3) == (1,)
     assert [(a.slot, a.source_process) for a in adoptions(alone)] == [(2, 1)]
