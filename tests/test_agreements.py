@@ -16,9 +16,16 @@ def test_who_agrees_is_alone_in_mpi() -> None:
 
 
 def test_with_another_thread_beside_it_words_are_garbled() -> None:
-    """The negative control. When Open MPI no longer needs it, this fails: take it out."""
-    ended = agreements("plain")
-    assert "0 garbled" not in ended.output, ended.output
+    """The negative control. When Open MPI no longer needs it, this fails: take it out.
+
+    Usually within two seconds; where other work keeps the threads from running at the same time,
+    the 40 seconds of one launch were once not enough.
+    """
+    for _ in range(4):
+        ended = agreements("plain")
+        if "1 garbled" in ended.output:
+            return
+    raise AssertionError(ended.output)
 
 
 def with_a_garbled_vote() -> Run:
