@@ -105,7 +105,7 @@ def add_ft_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--ft-run-dir",
         metavar="DIR",
-        help="where events.jsonl, summary.json and wandb files go; default runs/<timestamp>",
+        help="where events.jsonl, summary.json and wandb files go; default: a new one in runs/",
     )
     add(
         "--ft-world-size",
@@ -246,6 +246,7 @@ def early(argv: Sequence[str]) -> Early:
     parser.add_argument("--exit-signal-handler", action="store_true")
     parser.add_argument("--exit-signal", default=signal.SIGTERM, type=_signal)
     parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--distributed-timeout-minutes", type=float, default=10)
     parser.add_argument("--tokenizer-type")
     parser.add_argument("--use-checkpoint-args", action="store_true")
     parser.add_argument("--yaml-cfg")

@@ -26,8 +26,8 @@ def write_end(job: Job, code: int, message: str) -> None:
         # Whoever asked for faults wants to see them survived, not a run that met none of them.
         code = EXIT_UNFIRED
         message = f"training has ended well, but faults never struck: {', '.join(unfired)}"
+    write_exit_code(code)  # first: what follows may take a minute, and this process may die in it
     session.observer.finish(status, code, message, iteration=session.iteration, epoch=session.epoch)
-    write_exit_code(code)
     if message:
         verb = "stopped" if status == "stopped" else "finished"
         print(f"megatron_ft: {verb}: {message}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ in the same run directory; 76 when that brought it no further three times in a r
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -41,7 +42,9 @@ from megatron_ft.restarts import (
 from megatron_ft.world.environment import (
     LAUNCHED,
     PRRTE_VERSION,
+    RANKS,
     STATUS_FILE,
+    count_ended,
     read_checkpoint,
     read_deaths,
     read_exit_code,
@@ -63,6 +66,7 @@ class Launch:
     environment: Mapping[str, str]
     grace: float
     several_hosts: bool
+    num_ranks: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,11 +124,16 @@ def run(launch: Launch, environment: Mapping[str, str]) -> Ended:
                 not launch.several_hosts or read_exit_code(status_file) is not None
             ),
         )
+        heard = count_ended(status_file)
+        unheard = launch.num_ranks - heard
+        if launch.several_hosts and heard:
+            unheard = 0  # several hosts that append to one file may lose a line, not all of them
         code = exit_code(
             read_exit_code(status_file),
             end.returncode,
             end.stopped_by,
             read_deaths(status_file),
+            unheard,
         )
         ended = Ended(code, end.stopped_by, read_checkpoint(status_file), read_loading(status_file))
     finally:
@@ -136,7 +145,11 @@ def run(launch: Launch, environment: Mapping[str, str]) -> Ended:
 
 
 def exit_code(
-    written: int | None, mpirun: int, stopped_by: signal.Signals | None, deaths: Sequence[int]
+    written: int | None,
+    mpirun: int,
+    stopped_by: signal.Signals | None,
+    deaths: Sequence[int],
+    unheard: int,
 ) -> int:
     """The launcher's exit code.
 
@@ -145,6 +158,7 @@ def exit_code(
         mpirun: mpirun's code, negative for the signal that killed it; it is 0 if all ranks died.
         stopped_by: The signal that was passed on to the ranks.
         deaths: The exit codes of the ranks that died.
+        unheard: How many ranks died together with the guard that would have told.
     """
     if written is not None:
         return written
@@ -152,7 +166,9 @@ def exit_code(
         return 128 + stopped_by
     if mpirun != 0:
         return 128 - mpirun if mpirun < 0 else mpirun
-    return deaths[-1] if deaths else 0
+    if deaths:
+        return deaths[-1]
+    return 128 + signal.SIGKILL if unheard else 0
 
 
 def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
@@ -162,16 +178,21 @@ def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         LaunchError: the job cannot be started like this; the message says what to do.
     """
     num_ranks = _num_ranks(options.num_ranks, environ)
-    several_hosts = options.hostfile is not None or int(environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
+    hosts = _hosts(options.hostfile) if options.hostfile is not None else None
+    num_hosts = len(hosts) if hosts else int(environ.get("SLURM_JOB_NUM_NODES", 1))
+    several_hosts = hosts is not None or num_hosts > 1
+    # In a batch script of several hosts, this is the first of them.
+    first_host = hosts[0] if hosts else socket.gethostname() if several_hosts else "127.0.0.1"
     mpirun = find_mpirun(options.mpirun)
     variables = {
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(options.hostfile, several_hosts),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_free_port()),
         "PYTHONUNBUFFERED": "1",
         # mpirun gives each rank a terminal; whether the job's output is one is known only here.
         "TTY_COMPATIBLE": environ.get("TTY_COMPATIBLE") or str(int(sys.stdout.isatty())),
         **dict(_variable(text, environ) for text in options.env),
         LAUNCHED: "1",
+        RANKS: f"{num_ranks}/{math.ceil(num_ranks / num_hosts)}",
         PRRTE_VERSION: mpirun.prrte_version,
     }
     job = Job(
@@ -187,6 +208,7 @@ def plan_launch(options: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         environment={**environ, **variables},
         grace=options.grace,
         several_hosts=several_hosts,
+        num_ranks=num_ranks,
     )
 
 
@@ -232,18 +254,15 @@ def _variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return name, value
 
 
-def _first_host(hostfile: Path | None, several_hosts: bool) -> str:
-    """Where rank 0 will be."""
-    if hostfile is None:
-        # In a batch script of several hosts, this is the first of them.
-        return socket.gethostname() if several_hosts else "127.0.0.1"
+def _hosts(hostfile: Path) -> list[str]:
+    """The hosts that a hostfile names, in order, each once."""
     if not hostfile.is_file():
         raise LaunchError(f"no hostfile at {hostfile}")
-    for line in hostfile.read_text().splitlines():
-        words = line.partition("#")[0].split()
-        if words:
-            return words[0]
-    raise LaunchError(f"{hostfile} names no host; write one 'name slots=N' a line")
+    lines = (line.partition("#")[0].split() for line in hostfile.read_text().splitlines())
+    names = list(dict.fromkeys(words[0] for words in lines if words))
+    if not names:
+        raise LaunchError(f"{hostfile} names no host; write one 'name slots=N' a line")
+    return names
 
 
 def _free_port() -> int:

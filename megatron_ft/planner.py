@@ -67,8 +67,6 @@ class Facts:
     """Whether it cannot run two stages."""
     exhausted: bool = False
     """Whether it could start no more processes."""
-    objected: bool = False
-    """Whether it does not know what was agreed on last, which others may know."""
     drain: tuple[int, ...] = ()
     """Replicas that somebody asked it to let go."""
 
@@ -117,9 +115,6 @@ def plan(now: Situation) -> RecoveryPlan | None:
         holds = {}  # nobody is left who could say that they committed nothing more
     over = any(facts.over for facts in living.values())
     receiving = frozenset(p for p, facts in living.items() if facts.receiving)
-    objected = frozenset(p for p in active if living[p].objected)
-    if objected != frozenset(active):
-        receiving |= objected  # the others may be a step ahead
     unable = frozenset(p for p, facts in living.items() if facts.unable)
     if on.adopt:
         settled = adoption.settle(

@@ -84,8 +84,11 @@ def finish_committed_step(session: Session) -> None:
         session.scheduler.step(increment=args.global_batch_size)
     if transaction.last_reports:
         total, count = transaction.last_reports[0]["lm loss"].tolist()
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
         norm = transaction.rehearsed.get("get_grad_norm")
+        rate = get_canonical_lr_for_logging(session.optimizer.param_groups)
         session.step.seconds = transaction.last.seconds
         reporting.step(
-            session, session.committed, total / count, None if norm is None else float(norm), None
+            session, session.committed, total / count, None if norm is None else float(norm), rate
         )

@@ -86,9 +86,13 @@ def step(
     learning_rate: float | None,
 ) -> None:
     """A step was committed; called on the last pipeline stage, where the loss is."""
+    from megatron.core.num_microbatches_calculator import (
+        get_current_running_global_batch_size,
+        get_num_microbatches,
+    )
+
     args, world, transaction = session.args, session.world, session.transaction
-    tokens = args.global_batch_size * args.seq_length
-    microbatches = args.global_batch_size // args.micro_batch_size
+    batch = args.global_batch_size
     fields: dict[str, Any] = {}
     if transaction is not None:
         counts = transaction.last.microbatch_counts
@@ -100,9 +104,12 @@ def step(
             fields["overhead_bytes"] = {"snapshots": transaction.snapshots.nbytes}
     else:
         # Stock Megatron: its sampler deals the ids to the replicas and nothing is lost.
-        counts = (1,) * microbatches
-        quotas = [microbatches // args.data_parallel_size] * args.data_parallel_size
-    start, micro = args.consumed_train_samples - args.global_batch_size, args.micro_batch_size
+        batch = get_current_running_global_batch_size()
+        quotas = [get_num_microbatches()] * args.data_parallel_size
+        counts = (1,) * sum(quotas)
+        if args.step_batch_size_schedule is not None:
+            fields["planned_microbatches"] = len(counts)
+    start, micro = args.consumed_train_samples - batch, args.micro_batch_size
     indices = [
         start + m * micro + k
         for m, count in enumerate(counts)
@@ -117,11 +124,12 @@ def step(
         microbatches=sum(counts),
         samples_digest=samples_digest(indices),
         seconds=session.step.seconds,
-        tokens_per_second=tokens / session.step.seconds,
+        tokens_per_second=batch * args.seq_length / session.step.seconds,
         live_replicas=len(_whole(session)),
         live_processes=len(world.assignment.active_processes) if world else args.world_size,
         quotas=quotas,
-        learning_rate=learning_rate if learning_rate is not None else 0.0,
+        # Megatron knows none on a stage without parameters.
+        **({} if learning_rate is None else {"learning_rate": learning_rate}),
         **fields,
     )
 

@@ -25,6 +25,7 @@ from megatron_ft.restarts import START
 from megatron_ft.starting import Job, agreed_run_dir, import_everything, start, watch_of
 from megatron_ft.world.environment import (
     STATUS_FILE,
+    local_rank_of,
     rank_environment,
     read_exit_code,
     write_exit_code,
@@ -66,6 +67,13 @@ def _prepare_environment() -> bool:
     # Megatron tells users of a machine without Apex and Transformer Engine at every import.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     return has_gpu
+
+
+def _iterations_of_samples(args: Any) -> int | None:
+    """The last iteration, which Megatron computes later; None where the batch size changes."""
+    if not args.train_samples or args.step_batch_size_schedule is not None:
+        return None
+    return int(args.train_samples // args.global_batch_size)
 
 
 def _refuse(error: Exception, speak: bool) -> int:
@@ -141,6 +149,7 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
                 signal.signal(job.early.exit_signal, signal.SIG_IGN)
             job.slot = _slot_to_build(job)
             os.environ["RANK"] = str(job.slot)
+            os.environ["LOCAL_RANK"] = str(local_rank_of(job.slot))
             job.session.joining = True
             membership.start_building(job.slot)
         try:
@@ -201,7 +210,9 @@ def _agree_on_the_end(job: Job) -> None:
     if world is None:
         return
     while not world.agree(True):
-        job.session.mend("end of training")
+        # Where nobody has anything left to do, no replica must be whole any more.
+        if job.session.mend("end of training", {"finished": True}).plan is None:
+            return
     job.session.membership.finished = True
     job.session.membership.repair({})
 
@@ -311,7 +322,7 @@ def _train(job: Job, has_gpu: bool, program_start: float | None) -> None:
         session.fault_plan.check(
             num_slots=args.world_size,
             num_stages=args.pipeline_model_parallel_size,
-            train_iters=args.train_iters,
+            train_iters=args.train_iters or _iterations_of_samples(args),
             # Processes that are started later can be named, too.
             num_processes=len(job.world.ids)
             + job.early.options.ft_respawn * job.early.options.ft_respawn_limit,

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ft.arguments import Early, FtArgumentError
 from megatron_ft.restarts import RUN_DIR, START
+from megatron_ft.world.environment import local_rank_of
 
 
 class Job:
@@ -110,6 +111,8 @@ def _connect(job: Job) -> None:
     slots = job.world.slots
     job.slot = slots[0] if slots else None
     os.environ["RANK"] = str(job.slot if job.slot is not None else 0)
+    if job.newcomer is not None and job.newcomer.order.slot is not None:
+        os.environ["LOCAL_RANK"] = str(local_rank_of(job.newcomer.order.slot))
     os.environ["WORLD_SIZE"] = str(job.world.topology.num_slots)
 
 
@@ -129,20 +132,30 @@ def import_everything(tokenizer_type: str | None) -> None:
 def agreed_run_dir(job: Job) -> tuple[str, str]:
     """The run directory, and the name of this start in it; the same for all processes of the job.
 
-    A start is named by how many have trained in the directory before, by this launcher or by an
-    earlier one, so that its events are not taken for theirs.
+    A start has a number above those of all that have left events in the directory, by this launcher
+    or by an earlier one, so that its events are not taken for theirs.
+
+    Raises:
+        FtArgumentError: Several processes that do not know each other would each make a directory.
     """
     from megatron_ft.observe.jsonl import read_events
     from megatron_ft.observe.rundir import RunDirectory, default_path
 
     if job.newcomer is not None:
         return job.newcomer.order.run_dir, job.newcomer.order.job
-    path = job.early.options.ft_run_dir or os.environ.get(RUN_DIR) or str(default_path())
+    path = job.early.options.ft_run_dir or os.environ.get(RUN_DIR)
+    if path is None and job.world is None and int(os.environ["WORLD_SIZE"]) > 1:
+        raise FtArgumentError(
+            "each process would make a run directory of its own: add --ft-run-dir, or start with "
+            "megatron-ft-run"
+        )
+    path = path or str(default_path())
     agreed: tuple[str, str] | None = None
     if job.world is None or job.world.comm.rank == 0:
         events = read_events(RunDirectory(path)).events
-        before = sum(event["kind"] == "run_started" for event in events)
-        agreed = path, str(max(before, int(os.environ.get(START, "0"))))
+        # An agreed event is named by the start that it is of.
+        used = [int(event["id"].partition(":")[0]) for event in events if ":" in event["id"]]
+        agreed = path, str(max(int(os.environ.get(START, "0")), *(n + 1 for n in used), 0))
     if job.world is not None:
         agreed = job.world.comm.bcast(agreed)
     assert agreed is not None
@@ -162,6 +175,7 @@ def watch_of(job: Job) -> Any:
         alive=options.ft_watch_timeout,
         progress=options.ft_progress_timeout,
         collective=options.ft_collective_timeout,
+        setup=60 * options.distributed_timeout_minutes,
     )
     newcomer = job.newcomer
     name = f"megatron_ft-{os.getpid()}-{time.time_ns()}"

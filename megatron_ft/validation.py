@@ -10,6 +10,9 @@ from typing import Any
 from megatron_ft.faults.plan import plan_of
 from megatron_ft.world.watch import Timeouts
 
+type Refusals = list[tuple[bool, str]]
+"""Whether it is so, and what is said then."""
+
 
 class FtArgumentError(ValueError):
     """Flags that cannot work together; the message says what to do."""
@@ -23,6 +26,16 @@ def validate_early(options: argparse.Namespace) -> None:
         FaultSpecError: A fault is malformed; whether it can happen is known later.
     """
     plan_of(options)
+    _refuse(
+        [
+            (options.ft_spares < 0, "--ft-spares is a number of processes, from 0"),
+            (options.ft_respawn_limit < 0, "--ft-respawn-limit is a number of processes, from 0"),
+            (
+                options.ft_world_size is not None and options.ft_world_size < 1,
+                "--ft-world-size is a number of slots, from 1",
+            ),
+        ]
+    )
     try:
         Timeouts(
             alive=options.ft_watch_timeout,
@@ -49,7 +62,9 @@ def validate(args: Any) -> None:
     if simulated and not args.ft_mecefo:
         raise FtArgumentError("degrade faults are MeCeFO's simulation: add --ft-mecefo")
     rebuilds = args.ft_checkfree or args.ft_checkfree_plus
+    _refuse(_always(args))
     if not args.ft_recover and not rebuilds and not args.ft_mecefo:
+        _refuse(_without_strategy(args))
         return
     if rebuilds and not args.ft_recover and args.data_parallel_size > 1:
         raise FtArgumentError(
@@ -61,7 +76,7 @@ def validate(args: Any) -> None:
         flag = "--ft-recover"
     elif not rebuilds:
         flag = "--ft-mecefo"
-    refuse = [
+    refuse: Refusals = [
         (
             # Megatron turns the one into the other for optimizers that work layer by layer.
             args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer,
@@ -76,6 +91,30 @@ def validate(args: Any) -> None:
             args.virtual_pipeline_model_parallel_size is not None,
             f"{flag} supports 1F1B and no pipelining: leave out the interleaved schedule "
             "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank)",
+        ),
+        (
+            args.qk_clip or args.log_max_attention_logit,
+            f"{flag} lets the optimizer step be local arithmetic: leave out --qk-clip and "
+            "--log-max-attention-logit, which sum over the replicas in it",
+        ),
+        (
+            bool(args.mtp_num_layers) or args.experimental_attention_variant is not None,
+            f"{flag} weighs losses by the microbatches of a replica, and not the additional ones "
+            "inside of layers: leave out --mtp-num-layers and --experimental-attention-variant",
+        ),
+        (
+            args.distributed_timeout_seconds_after_init is not None
+            or args.gpu_sniff_test_interval is not None,
+            f"{flag} lets processes come into a running job, which would wait where the others "
+            "were long ago: leave out --distributed-timeout-seconds-after-init and "
+            "--gpu-sniff-test-interval",
+        ),
+        (
+            # Its layers overwrite gradients in the first backward of each pass of a step.
+            any(getattr(args, name, None) for name in ("fp8", "fp4", "use_kitchen"))
+            or bool(getattr(args, "quant_recipe", None)),
+            f"{flag} adds up the gradients of several passes: leave out --fp8-format, "
+            "--fp4-format and other quantised layers",
         ),
         (
             bool(args.num_experts),
@@ -99,9 +138,9 @@ def validate(args: Any) -> None:
             "and MuP, or those three, or have two stages at most",
         ),
         (
-            args.rampup_batch_size is not None or args.step_batch_size_schedule is not None,
+            args.step_batch_size_schedule is not None,
             f"{flag} sums the same number of microbatches in every step: leave out "
-            "--rampup-batch-size and --step-batch-size-schedule",
+            "--step-batch-size-schedule",
         ),
         (
             args.timing_log_level > 0 and args.barrier_with_L1_time,
@@ -138,9 +177,54 @@ def validate(args: Any) -> None:
             "start with megatron-ft-run",
         ),
     ]
-    for wrong, message in refuse:
+    _refuse(refuse)
+
+
+def _refuse(cases: Refusals) -> None:
+    for wrong, message in cases:
         if wrong:
             raise FtArgumentError(message)
+
+
+def _always(args: Any) -> Refusals:
+    """What Megatron takes and then ignores, or dies of after the model is built."""
+    return [
+        (
+            args.rampup_batch_size is not None,
+            "Megatron-Core ignores --rampup-batch-size: leave it out, or use "
+            "--step-batch-size-schedule without a strategy",
+        ),
+        (
+            args.full_validation and args.dataloader_type == "external",
+            "--full-validation needs a loader of Megatron's: add --dataloader-type single, without "
+            "a strategy, or leave it out",
+        ),
+        (
+            getattr(args, "dataloader_inter_document_masking", False),
+            "--dataloader-inter-document-masking does not reach the dataset, so attention would "
+            "cross documents: leave it out",
+        ),
+        (
+            args.multiple_validation_sets,
+            "Megatron does not support --multiple-validation-sets in its training loop: leave it "
+            "out",
+        ),
+    ]
+
+
+def _without_strategy(args: Any) -> Refusals:
+    """What does nothing without a strategy, while its user thinks that the job is protected."""
+    flags = {
+        "--ft-respawn": args.ft_respawn,
+        "--ft-spares": args.ft_spares > 0,
+        "--ft-spare-warm": args.ft_spare_warm,
+        "--ft-recover-policy": args.ft_recover_policy != "balanced",
+        "--ft-recover-replay": args.ft_recover_replay != "exact",
+    }
+    return [
+        (given, f"{flag} does nothing without a strategy: add --ft-recover, or another one")
+        for flag, given in flags.items()
+    ]
 
 
 def _validate_data(args: Any) -> None:

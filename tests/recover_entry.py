@@ -170,23 +170,28 @@ def stray() -> None:
     Attempt.before_microbatch = before  # type: ignore[method-assign]
 
 
-def garbled() -> None:
-    """Slot 1 hears another word than was agreed on in the vote on step 5."""
+def garbled(which: int = 0) -> None:
+    """Slot 1 hears another word than was agreed on in the vote on step 5, the first or second."""
     from megatron_ft.session import current
-    from megatron_ft.world.world import World
+    from megatron_ft.world import comms
 
-    original, heard = World._agreement, []
+    original, heard = comms._agree, []
 
     @functools.wraps(original)
-    def agreement(self: World, word: int) -> int:
-        agreed = original(self, word)
-        step = current().transaction
-        if heard or self.slots != (1,) or step is None or step.iteration != 5:
+    def agree(comm: Any, word: int) -> int:
+        agreed = original(comm, word)
+        session = current()
+        step = None if session is None else session.transaction
+        if step is None or step.iteration != 5 or session.world.slots != (1,):
             return agreed
         heard.append(agreed)
-        return agreed & 0xF0
+        return agreed & 0xF0 if len(heard) == 1 + which else agreed
 
-    World._agreement = agreement  # type: ignore[method-assign]
+    comms._agree = agree
+
+
+def garbled_second() -> None:
+    garbled(1)
 
 
 def full_disk() -> None:
@@ -262,6 +267,7 @@ EXTRAS: dict[str, Callable[[], None]] = {
     **hooks.SABOTAGE,
     "full-disk": full_disk,
     "garbled": garbled,
+    "garbled-second": garbled_second,
     "mecefo": mecefo,
     "no-adopted-rate": no_adopted_rate,
     "no-compact": no_compact,

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 from megatron_ft.control.orders import Order, Orders, check_drain, status
 from megatron_ft.control.protocol import SOCKET, ControlError, ask
 from megatron_ft.control.server import ControlServer
+from megatron_ft.control.session_orders import Control
+from megatron_ft.observe.rundir import RunDirectory
 from megatron_ft.rejoin.refill import drainable, processes_of, release_broken
 from megatron_ft.topology import Topology, initial_assignment
 
@@ -111,7 +115,8 @@ def test_the_server_answers_refuses_and_survives_nonsense(tmp_path: Path) -> Non
     deep = tmp_path / ("d" * 100) / ("e" * 100)  # longer than a socket's path may be
     deep.mkdir(parents=True)
 
-    def handle(message: dict[str, Any]) -> dict[str, Any]:
+    def handle(message: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
+        assert not gone()
         if message.get("order") != "status":
             raise ControlError("no such order")
         return {"fine": True}
@@ -131,7 +136,7 @@ def test_the_server_answers_refuses_and_survives_nonsense(tmp_path: Path) -> Non
         rude.sendall(b"this is no JSON\n")
         assert "not JSON" in json.loads(rude.recv(1000))["error"]
     # The next elected process takes the socket over, and the first one's end leaves it alone.
-    successor = ControlServer(deep, lambda message: {"successor": True})
+    successor = ControlServer(deep, lambda message, gone: {"successor": True})
     successor.open()
     server.close(last=False)
     assert ask(deep, {"order": "status"}, 5) == {"successor": True}
@@ -150,16 +155,41 @@ def test_wrong_arguments_end_with_64(tmp_path: Path) -> None:
 
 def test_orders_wait_for_the_repair_that_hears_them() -> None:
     orders = Orders()
-    assert orders.tell() == {} and not orders.pending
+    assert orders.tell(boundary=True) == {} and not orders.pending
     first, second = Order(replica=1), Order(respawn=True)
     orders.add(first)
-    assert orders.tell() == {"drain": (1,), "respawn": False}
+    assert orders.tell(boundary=True) == {"drain": (1,), "respawn": False}
+    assert orders.tell(boundary=False) == {} and orders.told() == [], "it waits again"
+    assert orders.tell(boundary=True) == {"drain": (1,), "respawn": False}
     orders.add(second)
     assert orders.told() == [first], "the second came too late for this repair"
     assert orders.pending
     orders.give_up("gone")
     assert second.answer == {"error": "gone"} and second.done.is_set() and not orders.pending
     assert not first.done.is_set()
+
+
+def test_an_order_that_nobody_waits_for_is_taken_back(tmp_path: Path) -> None:
+    """Unless the others have been told of it."""
+    session: Any = SimpleNamespace(observer=SimpleNamespace(run_dir=RunDirectory(tmp_path)))
+    control = Control(session)
+    control.elect(True)
+    taken = []
+    add = control.orders.add
+    control.orders.add = lambda order: (taken.append(order), add(order))  # type: ignore
+    with pytest.raises(ControlError, match="taken back unless it has begun"):
+        ask(tmp_path, {"order": "respawn"}, 0.5)
+    assert len(taken) == 1 and not taken[0].done.is_set()
+    end = time.monotonic() + 20
+    while control.orders.pending and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not control.orders.pending
+    order = Order(respawn=True)
+    control.orders.add(order)
+    control.orders.tell(boundary=True)
+    assert not control.orders.withdraw(order)
+    assert control.orders.told() == [order]
+    control.close(last=True)
 
 
 @given(data=st.data())

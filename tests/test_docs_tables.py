@@ -46,7 +46,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("--save", "checkpoints", "--save-interval", "4", "--async-save"),
         "--use-persistent-ckpt-worker",
     ),
-    "batch size ramp-up": ("--rampup-batch-size", "6", "6", "64"),
+    "`--dataloader-inter-document-masking`": ("--dataloader-inter-document-masking",),
+    "`--rampup-batch-size`, which Megatron-Core ignores": ("--rampup-batch-size", "6", "6", "64"),
+    "`--full-validation`, with `--dataloader-type external`": ("--full-validation",),
     "`--dataloader-type` other than `external`": ("--dataloader-type", "single"),
     "`--rerun-mode`": ("--rerun-mode", "validate_results"),
 }

@@ -161,6 +161,8 @@ def test_faults_that_the_job_cannot_have_are_listed_together() -> None:
         "  exit@3:process=9: the job has processes 0 to 8",
         "  kill@1:slot=0: given twice; to strike twice it takes times=2",
     ]
+    # With --train-samples and a schedule of batch sizes nobody knows the end beforehand.
+    validate([parse("kill@30:slot=1")], num_slots=8, num_stages=2, train_iters=None)
 
 
 # Fault files

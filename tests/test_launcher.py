@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ft.launcher import exit_code
 from megatron_ft.world import supervise as supervision
-from megatron_ft.world.environment import rank_environment
+from megatron_ft.world.environment import FROM_OPEN_MPI, local_rank_of, rank_environment
 
 LAUNCHER = [sys.executable, "-m", "megatron_ft.launcher"]
 RANK = str(Path(__file__).with_name("launch_rank.py"))
@@ -83,6 +83,7 @@ def test_a_setting_by_the_user_replaces_ours(tmp_path: Path) -> None:
     assert command.count("coll") == 1 and contains(command, "--mca", "coll", "^han")
     assert contains(command, "--hostfile", str(hosts))
     assert "MASTER_ADDR=node1" in command and "A=b=c" in command
+    assert "MEGATRON_FT_RANKS=2/1" in command
     assert contains(command, "-x", "A") and contains(command, "-x", "MEGATRON_FT_STATUS_FILE")
     assert command[-3:] == [sys.executable, "-m", "x.y"]
 
@@ -122,16 +123,17 @@ def test_a_launch_that_cannot_work_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("written", "mpirun", "stopped_by", "deaths", "expected"),
+    ("written", "mpirun", "stopped_by", "deaths", "unheard", "expected"),
     [
-        (0, 137, None, [137], 0),  # a death was survived
-        (75, 0, None, [], 75),
-        (0, 1, signal.SIGTERM, [], 0),  # saved and finished when asked to
-        (None, 0, None, [], 0),
-        (None, 3, None, [], 3),
-        (None, -9, None, [], 137),  # mpirun itself was killed
-        (None, 1, signal.SIGINT, [130], 130),
-        (None, 0, None, [137, 1], 1),  # mpirun takes the death of all for survived
+        (0, 137, None, [137], 1, 0),  # deaths were survived
+        (75, 0, None, [], 0, 75),
+        (0, 1, signal.SIGTERM, [], 0, 0),  # saved and finished when asked to
+        (None, 0, None, [], 0, 0),
+        (None, 3, None, [], 0, 3),
+        (None, -9, None, [], 2, 137),  # mpirun itself was killed
+        (None, 1, signal.SIGINT, [130], 0, 130),
+        (None, 0, None, [137, 1], 0, 1),  # mpirun takes the death of all for survived
+        (None, 0, None, [], 1, 137),
     ],
 )
 def test_exit_code(
@@ -139,9 +141,10 @@ def test_exit_code(
     mpirun: int,
     stopped_by: signal.Signals | None,
     deaths: list[int],
+    unheard: int,
     expected: int,
 ) -> None:
-    assert exit_code(written, mpirun, stopped_by, deaths) == expected
+    assert exit_code(written, mpirun, stopped_by, deaths, unheard) == expected
 
 
 def test_rank_environment_under_mpirun_overrides_what_was_there() -> None:
@@ -157,6 +160,19 @@ def test_rank_environment_under_mpirun_overrides_what_was_there() -> None:
     assert environ["RANK"] == "5" and environ["WORLD_SIZE"] == "8"
     assert environ["LOCAL_RANK"] == "1" and environ["LOCAL_WORLD_SIZE"] == "4"
     assert environ["OMP_NUM_THREADS"] == "6"
+
+
+def test_a_process_that_another_one_starts_is_not_alone_on_its_host() -> None:
+    """Open MPI counts it as a job of its own; it has threads and a GPU as the one it replaces."""
+    alone = dict.fromkeys(FROM_OPEN_MPI.values(), "0")
+    alone |= {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    spawned = {**alone, "MEGATRON_FT_RANKS": "8/4"}
+    rank_environment(spawned)
+    assert spawned["LOCAL_WORLD_SIZE"] == "4" and spawned["OMP_NUM_THREADS"] == "1"
+    assert local_rank_of(6, spawned) == 2
+    one = {**alone, "MEGATRON_FT_RANKS": "1/1"}
+    rank_environment(one)
+    assert one["LOCAL_WORLD_SIZE"] == "1" and "OMP_NUM_THREADS" not in one
 
 
 def test_rank_environment_without_mpirun_keeps_what_another_launcher_said() -> None:
@@ -272,6 +288,8 @@ def test_a_job_that_says_nothing_and_lost_its_ranks_has_failed(tmp_path: Path) -
     assert "KeyError: 'no-such-case'" in crashed.stderr
     assert launch("-n", "2", "sh", "-c", "exit 64").returncode == 64
     assert launch("-n", "2", "true").returncode == 0
+    # Each with its guard, whose word would be missing: they are one process group.
+    assert launch("-n", "2", "sh", "-c", "kill -KILL 0").returncode == 128 + signal.SIGKILL
 
 
 def test_signals_reach_the_ranks_and_nothing_stays(tmp_path: Path, waiting: Any) -> None:
@@ -354,6 +372,18 @@ def test_an_mpirun_that_does_not_notice_the_end(
     assert end.returncode == -signal.SIGKILL
     assert 2.5 < time.monotonic() - started < 40
     assert "has not noticed" in capfd.readouterr().err
+
+
+def test_a_signal_before_there_are_ranks_reaches_them() -> None:
+    """A program that starts its rank late stands for mpirun here."""
+    late = (
+        "trap : TERM; kill -TERM $PPID; sleep 1.5; "
+        "OMPI_COMM_WORLD_RANK=0 setsid -w sh -c 'sleep 60; exit 3'; exit 5"
+    )
+    started = time.monotonic()
+    end = supervision.supervise(["/bin/sh", "-c", late], os.environ, grace=40.0)
+    assert time.monotonic() - started < 30, "before the grace ends"
+    assert end.returncode == 5 and end.stopped_by == signal.SIGTERM
 
 
 def test_a_signal_after_the_end_is_heard() -> None:

@@ -160,6 +160,26 @@ def test_events_fall_back_to_the_part_file(run_dir: RunDirectory) -> None:
     assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2]
 
 
+@pytest.mark.parametrize("elected", [True, False])
+def test_a_full_disk_stops_nothing_and_loses_nothing(
+    run_dir: RunDirectory, elected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [run_dir.events, run_dir.part(7)]
+    for file in files:
+        file.symlink_to("/dev/full")
+    log = EventLog(run_dir, 7, elected=elected)
+    emit_steps(log, 1, 2, 3)
+    assert [r.message for r in caplog.records if "they wait" in r.message] != []
+    assert len(caplog.records) == 1, "said once"
+    for file in files:
+        file.unlink()
+    assert read_events(run_dir).events == []
+    emit_steps(log, 4)
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1, 2, 3, 4]
+    assert [e["iteration"] for e in log.of_kind("step")] == [1, 2, 3, 4]
+    assert log.of_kind("run_started") == []
+
+
 # Changing the writer
 
 

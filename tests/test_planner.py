@@ -253,16 +253,6 @@ def test_who_was_asked_to_leave_is_no_help() -> None:
     assert stop is not None and stop.rule == 4
 
 
-def test_who_does_not_know_what_was_decided_is_replaced_unless_nobody_knows() -> None:
-    before = initial_assignment(TWO_BY_FOUR, range(8))
-    now = situation(TWO_BY_FOUR, before, set(), training=True)
-    living = {p: replace(f, committed=8 - (p == 5), objected=p == 5) for p, f in now.living.items()}
-    result = planned(replace(now, living=living))
-    assert result.assignment.dark_replicas(TWO_BY_FOUR) == (1,)
-    everybody = {p: replace(f, objected=True) for p, f in now.living.items()}
-    assert planned(replace(now, living=everybody)).actions == ()
-
-
 def test_the_job_is_over_when_all_who_serve_have_finished() -> None:
     before = initial_assignment(TWO_BY_FOUR, range(9))
     assert plan(situation(TWO_BY_FOUR, before, {5}, finished=True)) is None

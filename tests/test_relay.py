@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,15 @@ SHOWN = (
     + OTHER
     + b"from a spawned process\n[0] the end\n"
 )
+
+
+def test_a_full_disk_does_not_end_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        relay = Relay(full)
+        relay.feed(b"[1,0]<stdout>: one\n")
+        relay.feed(b"[1,0]<stdout>: two\n")
+    said = capfd.readouterr().err
+    assert said.count("output is lost") == 1 and "No space" in said
 
 
 @given(st.lists(st.integers(1, len(TEXT) - 1), max_size=8).map(sorted))

@@ -80,6 +80,13 @@ def test_two_jobs_in_one_run_directory(tmp_path: Path) -> None:
     assert second.returncode == 0, second.output[-4000:]
     assert second.summary["starts"] == 2 and sorted(second.steps) == list(range(1, 9))
     assert len(second.of_kind("run_started")) == 2
+    # Of a start that ended before it trained nothing is here: names are not to be counted.
+    events = tmp_path / "run" / "events.jsonl"
+    events.write_text(events.read_text().replace('"id": "1:', '"id": "2:'))
+    more = ("--load", str(tmp_path / "save"), "--override-opt_param-scheduler")
+    third = launch(*save, *more, iters=12, **one)
+    assert third.returncode == 0, third.output[-4000:]
+    assert third.summary["starts"] == 3 and sorted(third.steps) == list(range(1, 13))
 
 
 def test_without_restarts_the_job_is_lost() -> None:

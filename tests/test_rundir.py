@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from observe_runs import child, line_of
 
-from megatron_ft.observe.rundir import RunDirectory, write_json
+from megatron_ft.observe.rundir import RunDirectory, default_path, write_json
 
 
 def test_all_processes_get_one_wandb_id(tmp_path: Path) -> None:
@@ -23,6 +23,11 @@ def test_all_processes_get_one_wandb_id(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "run").wandb_id("from-a-checkpoint") in ids
     assert RunDirectory(tmp_path / "other").wandb_id("from-a-checkpoint") == "from-a-checkpoint"
     assert not list((tmp_path / "run").glob(".*")), "temporary files are left"
+
+
+def test_two_jobs_that_start_in_one_second_have_directories_of_their_own() -> None:
+    assert default_path(1e9).name[:-7] == default_path(1e9).name[:-7]
+    assert len({default_path(1e9) for _ in range(3)}) > 1
 
 
 def test_wandb_id_of_a_checkpoint_is_checked(run_dir: RunDirectory) -> None:

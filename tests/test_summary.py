@@ -159,8 +159,30 @@ def test_summary_counts_an_iteration_that_was_done_again_once(run_dir: RunDirect
     summary = write_summary(run_dir)
     assert (summary["starts"], summary["steps_redone"]) == (2, 1)
     assert summary["missing_steps"] == [4]
-    assert summary["tokens"] == 4 * 4 * 2 * 8
+    assert summary["tokens"] == (4 + 4 + 3 + 3) * 2 * 8
     assert summary["steps_with_wrong_microbatches"] == 2
+
+
+def test_steps_that_a_restart_threw_away_are_no_progress(run_dir: RunDirectory) -> None:
+    """The second start has not come as far yet as the first one was."""
+    log = EventLog(run_dir, 0, elected=True)
+    log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    emit_steps(log, 1, 2, 3, 4, 5, lm_loss=2.0)
+    log.emit("run_started", iteration=2, epoch=0, **start_fields())
+    emit_steps(log, 3, lm_loss=3.0)
+    summary = write_summary(run_dir)
+    assert (summary["iterations"], summary["final_lm_loss"]) == (3, 3.0)
+    assert summary["steps_redone"] == 3 and summary["missing_steps"] == []
+
+
+def test_a_growing_batch_is_no_wrong_one(run_dir: RunDirectory) -> None:
+    log = EventLog(run_dir, 0, elected=True)
+    log.emit("run_started", iteration=0, epoch=0, **start_fields())
+    emit_steps(log, 1, microbatches=8, planned_microbatches=8)
+    emit_steps(log, 2, microbatches=12, planned_microbatches=16)
+    summary = write_summary(run_dir)
+    assert summary["steps_with_wrong_microbatches"] == 1
+    assert summary["tokens"] == (8 + 12) * 2 * 8
 
 
 def test_summary_of_nothing_and_of_nan(run_dir: RunDirectory) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +183,47 @@ def test_one_that_is_continued_in_time_goes_on(children: Children) -> None:
     children.signal(paused, signal.SIGCONT)
     time.sleep(ALIVE + SLACK)
     assert children.dead() == set()
+
+
+def test_what_is_left_of_the_dead_ends_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers may be those of threads by now, or none may be asked for."""
+    beside = threading.Thread(target=time.sleep, args=(5,), daemon=True)
+    beside.start()
+    assert beside.native_id is not None
+    assert not fence(beside.native_id, 1)
+    done = subprocess.Popen(["true"])
+    done.wait()
+    assert not fence(done.pid, 1)
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    sleeping = subprocess.Popen(["sleep", "60"])
+    assert not fence(sleeping.pid, 1) and sleeping.poll() is None, "another one of that number"
+    assert fence(sleeping.pid, born(sleeping.pid) or 0)
+    assert sleeping.wait(10) == -signal.SIGKILL
+
+
+def test_a_record_of_one_that_lives_is_left_to_it(tmp_path: Path) -> None:
+    first, later = (Watch(tmp_path / "watch", number, Timeouts()) for number in (3, 3 + 1024))
+    first.start()
+    later.start()
+    assert (first._index, later._index) == (3, 4)
+    later.close()
+    first.close()
+
+
+def test_waiting_in_the_set_up_may_take_longer(tmp_path: Path) -> None:
+    broken_off: list[float] = []
+    times = Timeouts(alive=0.2, progress=0.3, collective=0.4, setup=1.2)
+    watch = Watch(tmp_path / "watch", 0, times, broken_off.append)
+    watch.start()
+    started = time.monotonic()
+    with watch.waiting():
+        _until(lambda: broken_off, seconds=20)
+    assert time.monotonic() - started > 1.2
+    watch.close()
 
 
 def test_timeouts_must_grow() -> None:

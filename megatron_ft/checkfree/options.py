@@ -207,6 +207,20 @@ def _refusals(args: Any) -> tuple[tuple[bool, str], ...]:
             "does not support mixture of experts: leave out --num-experts",
         ),
         (
+            any(
+                getattr(args, name, None)
+                for name in (
+                    *(
+                        "heterogeneous_layers_config_path",
+                        "heterogeneous_layers_config_encoded_json",
+                    ),
+                    "linear_attention_freq",
+                )
+            ),
+            "averages stages layer by layer, so that all must be alike: leave out "
+            "--heterogeneous-layers-config-path and --linear-attention-freq",
+        ),
+        (
             bool(getattr(args, "mtp_num_layers", None)),
             "does not support multi-token prediction: leave out --mtp-num-layers",
         ),
@@ -227,6 +241,8 @@ def _refusals(args: Any) -> tuple[tuple[bool, str], ...]:
 
 
 def _plus_refusals(args: Any) -> tuple[tuple[bool, str], ...]:
+    from megatron_ft.schedule.chunks import REFUSED
+
     return (
         (
             not args.untie_embeddings_and_output_weights,
@@ -240,5 +256,14 @@ def _plus_refusals(args: Any) -> tuple[tuple[bool, str], ...]:
         (
             bool(getattr(args, "defer_embedding_wgrad_compute", False)),
             "computes the loss on two stages: leave out --defer-embedding-wgrad-compute",
+        ),
+        (
+            getattr(args, "cuda_graph_impl", "none") not in (None, "none"),
+            "runs microbatches in another order than CUDA graphs are captured in: leave out "
+            "--cuda-graph-impl",
+        ),
+        *(
+            (bool(getattr(args, name, False)), f"does not support {what} ({name})")
+            for name, what in REFUSED.items()
         ),
     )

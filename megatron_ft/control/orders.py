@@ -10,7 +10,7 @@ from megatron_ft.control.protocol import ControlError
 from megatron_ft.topology import Assignment, Topology
 
 
-@dataclass
+@dataclass(eq=False)  # two orders of the same content are two
 class Order:
     """Something that all processes do together between two steps."""
 
@@ -38,15 +38,28 @@ class Orders:
         with self._lock:
             self._waiting.append(order)
 
+    def withdraw(self, order: Order) -> bool:
+        """Take an order back; whether that was in time, before the others were told of it."""
+        with self._lock:
+            if order not in self._waiting or order in self._told:
+                return False
+            self._waiting.remove(order)
+            return True
+
     @property
     def pending(self) -> bool:
         with self._lock:
             return bool(self._waiting)
 
-    def tell(self) -> dict[str, Any]:
-        """What this process tells the others in a repair at a step boundary."""
+    def tell(self, *, boundary: bool) -> dict[str, Any]:
+        """What this process tells the others in a repair.
+
+        Args:
+            boundary: Whether it is one at a step boundary; in others orders wait.
+        """
         with self._lock:
-            self._told = list(self._waiting)
+            # Those that a repair was told which did not come to its end wait again.
+            self._told = list(self._waiting) if boundary else []
         drains = tuple(o.replica for o in self._told if o.replica is not None)
         respawns = any(o.respawn for o in self._told)
         return {"drain": drains, "respawn": respawns} if self._told else {}

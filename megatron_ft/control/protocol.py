@@ -88,8 +88,8 @@ def ask(run_dir: Path, message: dict[str, Any], timeout_s: float) -> dict[str, A
             ) from error
         except TimeoutError as error:
             raise ControlError(
-                f"no answer in {timeout_s:g} s: an order is carried out between two steps, so "
-                "give --timeout longer than a step"
+                f"no answer in {timeout_s:g} s, so it is taken back unless it has begun: an order "
+                "is carried out between two steps, so give --timeout longer than a step"
             ) from error
     if "error" in answer:
         raise ControlError(str(answer["error"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -19,8 +20,8 @@ ANSWER_S = 600.0
 
 FINISH_S = 1.0
 
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
-"""From an order to its answer; raises ControlError."""
+Handler = Callable[[dict[str, Any], Callable[[], bool]], dict[str, Any]]
+"""From an order, and whether who asked has gone since, to its answer; raises ControlError."""
 
 
 class ControlServer:
@@ -96,7 +97,8 @@ class ControlServer:
             connection.settimeout(ANSWER_S)
             try:
                 try:
-                    answer = self._handle(receive(connection))
+                    message = receive(connection)
+                    answer = self._handle(message, lambda: _has_gone(connection))
                 except ControlError as error:
                     answer = {"error": str(error)}
                 send(connection, answer)
@@ -104,3 +106,16 @@ class ControlServer:
                 logger.warning("a control connection broke: %s", error)
             finally:
                 self._answering.discard(threading.current_thread())
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Whether the other side has closed: it says nothing after its order."""
+    # A socket with a timeout would wait for something to read, whatever flags recv is given.
+    said = select.poll()
+    said.register(connection, select.POLLIN)
+    if not said.poll(0):
+        return False
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except OSError:
+        return True

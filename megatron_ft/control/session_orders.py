@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.control.orders import Order, Orders, check_drain, status
@@ -11,6 +13,8 @@ from megatron_ft.control.server import ANSWER_S, ControlServer
 if TYPE_CHECKING:
     from megatron_ft.session import Session
 
+LOOK_S = 0.2
+"""How often it is looked whether who gave an order still waits."""
 NOT_ELECTED = "another process writes for the job now: ask again"
 
 
@@ -40,8 +44,13 @@ class Control:
         self.orders.give_up("the job has ended")
         self._server.finish()
 
-    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, message: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
         """Answer one order.
+
+        Args:
+            message: The order.
+            gone: Whether nobody waits for the answer any more; an order that has not begun then
+                is not carried out.
 
         Raises:
             ControlError: It is unknown, malformed, or cannot be followed now.
@@ -58,8 +67,8 @@ class Control:
             world = self.session.world
             assert world is not None
             check_drain(world.topology, world.assignment, replica)
-            return self._carry_out(Order(replica=replica))
-        return self._carry_out(Order(respawn=True))
+            return self._carry_out(Order(replica=replica), gone)
+        return self._carry_out(Order(respawn=True), gone)
 
     def _status(self) -> dict[str, Any]:
         session, world = self.session, self.session.world
@@ -82,10 +91,12 @@ class Control:
             "barred_slots": sorted(membership.history.barred),
         }
 
-    def _carry_out(self, order: Order) -> dict[str, Any]:
+    def _carry_out(self, order: Order, gone: Callable[[], bool]) -> dict[str, Any]:
         self.orders.add(order)
-        if not order.done.wait(ANSWER_S):
-            raise ControlError(f"not carried out within {ANSWER_S:g} s")
+        deadline = time.monotonic() + ANSWER_S
+        while not order.done.wait(LOOK_S):
+            if (gone() or time.monotonic() > deadline) and self.orders.withdraw(order):
+                raise ControlError(f"taken back: not begun within {ANSWER_S:g} s, or nobody waits")
         if "error" in order.answer:
             raise ControlError(order.answer["error"])
         return order.answer

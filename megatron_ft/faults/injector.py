@@ -25,7 +25,7 @@ class FaultLog(Protocol):
         self, kind: str, *, iteration: int, epoch: int, durable: bool = ..., **fields: Any
     ) -> object: ...
 
-    def read(self) -> Iterable[Mapping[str, Any]]: ...
+    def of_kind(self, kind: str) -> Iterable[Mapping[str, Any]]: ...
 
 
 class Injector:
@@ -160,8 +160,8 @@ class Injector:
     def _count(self, slot: int | None = None) -> dict[str, int]:
         """Fault -> how often it has struck in this run, in `slot` or, for None, anywhere."""
         count: dict[str, int] = {}
-        for event in self._log.read():
-            if event["kind"] == "fault_injected" and slot in (None, event.get("slot")):
+        for event in self._log.of_kind("fault_injected"):
+            if slot in (None, event.get("slot")):
                 count[event["fault"]] = count.get(event["fault"], 0) + 1
         return count
 

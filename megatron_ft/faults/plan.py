@@ -63,7 +63,7 @@ class FaultPlan:
         *,
         num_slots: int,
         num_stages: int,
-        train_iters: int,
+        train_iters: int | None,
         num_processes: int | None = None,
     ) -> None:
         """See `spec.validate`; rates per hour without `iteration_seconds` are refused too."""

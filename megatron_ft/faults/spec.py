@@ -277,12 +277,13 @@ def validate(
     *,
     num_slots: int,
     num_stages: int,
-    train_iters: int,
+    train_iters: int | None,
     num_processes: int | None = None,
 ) -> None:
     """Check that each spec can strike in a job of this size.
 
     Args:
+        train_iters: The last iteration; None where it is not known.
         num_processes: highest number of processes that the job can have; None for no limit.
 
     Raises:
@@ -299,7 +300,7 @@ def validate(
         for names, value, limit in limits:
             if value is not None and limit is not None and value >= limit:
                 problems.append(f"{spec}: the job has {names} 0 to {limit - 1}")
-        if spec.iteration > train_iters:
+        if train_iters is not None and spec.iteration > train_iters:
             problems.append(f"{spec}: the run ends with iteration {train_iters}")
     for spec in dict.fromkeys(spec for spec in specs if specs.count(spec) > 1):
         problems.append(f"{spec}: given twice; to strike twice it takes times=2")

@@ -47,7 +47,8 @@ def attention_factor(contributed: Mapping[int, int], affected: Iterable[int]) ->
     """By what the summed attention gradient of a layer must be multiplied.
 
     Args:
-        contributed: Microbatches that each replica contributed to this step; their sum is B.
+        contributed: Microbatches that each replica contributed to this step, their sum is B; or
+            counted tokens where the loss is per token.
         affected: Replicas whose attention backward was skipped in this layer.
 
     Returns:

@@ -141,7 +141,8 @@ class Mecefo:
         Before the gradient norm; once in an attempt.
 
         Args:
-            contributed: Microbatches that each live replica contributes to this step.
+            contributed: What each live replica has in the mean of this step: microbatches, or
+                tokens where the loss is per token.
         """
         held: list[Any] = []
         for stage, layer in zip(self._stages, self._served.layers, strict=True):

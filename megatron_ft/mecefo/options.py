@@ -171,10 +171,9 @@ def validate(args: Any, *, simulated: bool) -> None:
             "--ft-mecefo does not support context parallelism: leave out --context-parallel-size",
         ),
         (
-            args.log_params_norm or args.qk_clip or args.log_max_attention_logit,
+            args.log_params_norm,
             "--ft-mecefo lets a process run two stages, and what Megatron sums over each stage's "
-            "replicas outside of a step would wait for it twice: leave out --log-params-norm, "
-            "--qk-clip and --log-max-attention-logit",
+            "replicas outside of a step would wait for it twice: leave out --log-params-norm",
         ),
         (
             options.quotas and args.ft_recover_policy != "balanced",

@@ -2,8 +2,9 @@
 
 Definitions (see also docs/run_directory.md):
 
-* A *committed step* is an iteration whose `step` event is the last one for that iteration: after a
-  restart from a checkpoint some iterations are done again, and only once do they count.
+* A *committed step* is an iteration whose `step` event is the last one for that iteration, and not
+  after the checkpoint that a later start went on from: what was done again counts once, what was
+  lost not at all.
 * A step is *disturbed* if a repair ended between the commit before it and its own.
 * A *normal step* near a disturbed one is the median `seconds` of the nearest undisturbed steps.
 * *Downtime*: from the fault to the next committed step, minus one normal step, at least 0.
@@ -55,7 +56,13 @@ def account(events: Sequence[Event]) -> Accounts:
         events: all events of the run in time order, as `read_events` returns them.
     """
     reports = [event for event in events if event["kind"] == "step"]
-    last = {event["iteration"]: event for event in reports}
+    last: dict[int, Event] = {}
+    for event in events:
+        if event["kind"] == "run_started":
+            # It goes on from a checkpoint of this iteration: no model holds what came after.
+            last = {i: step for i, step in last.items() if i <= event["iteration"]}
+        elif event["kind"] == "step":
+            last[event["iteration"]] = event
     steps = [last[iteration] for iteration in sorted(last)]
     repairs = incidents(events)
     disturbed = disturbed_steps(events, repairs)

@@ -38,6 +38,7 @@ FIELDS: dict[str, str] = {
     "grad_norm": "number?",
     "learning_rate": "number",
     "microbatches": "int",
+    "planned_microbatches": "int",
     "samples_digest": "string",
     "seconds": "number",
     "tokens_per_second": "number",
@@ -123,7 +124,10 @@ KINDS: dict[str, Kind] = {
             *("lm_loss", "grad_norm", "microbatches", "samples_digest", "seconds"),
             *("tokens_per_second", "live_replicas", "live_processes", "quotas"),
         ),
-        ("learning_rate", "recomputed_microbatches", "degraded_stages", "overhead_bytes"),
+        (
+            *("learning_rate", "planned_microbatches", "recomputed_microbatches"),
+            *("degraded_stages", "overhead_bytes"),
+        ),
     ),
     "fault_injected": Kind(
         "an injected fault is about to happen in this process",

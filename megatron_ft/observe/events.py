@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.observe.event_table import Event, check
-from megatron_ft.observe.jsonl import EventsRead, decode, encode, merge_events, read_events
+from megatron_ft.observe.jsonl import (
+    EventsRead,
+    decode,
+    encode,
+    events_of_kind,
+    merge_events,
+    read_events,
+)
 from megatron_ft.observe.rundir import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,8 @@ Listener = Callable[[Event], None]
 # writer is at most one step behind or ahead of the others, and a step has a handful of events.
 NUM_REMEMBERED = 64
 TAIL_BYTES = 4 << 20
+# Events that are kept while the disk is full; a step has a handful.
+MAX_UNWRITTEN = 100_000
 
 
 class AppendFile:
@@ -88,6 +97,8 @@ class EventLog:
         self._main: AppendFile | None = None
         self._part: AppendFile | None = None
         self._remembered: collections.deque[Event] = collections.deque(maxlen=NUM_REMEMBERED)
+        self._unwritten: collections.deque[Event] = collections.deque()
+        self._said = False
         self._listeners: list[Listener] = []
 
     @property
@@ -142,13 +153,11 @@ class EventLog:
                 part = self._own_part()
                 part.write_line(encode(event))
                 part.sync()
-            elif self._elected:
-                self._write(event)
-            elif agreed:
+            elif agreed and not self._elected:
                 self._remembered.append(event)
                 return event
             else:
-                self._own_part().write_line(encode(event))
+                self._write(event)
         if self._elected:
             self._tell(event)
         return event
@@ -169,7 +178,7 @@ class EventLog:
                 for event in missing:
                     self._write(event)
             self._remembered.clear()
-            self._close_main()
+            self._close(main=True)
         for event in missing:
             self._tell(event)
 
@@ -177,11 +186,15 @@ class EventLog:
         """The events of all processes so far, in time order."""
         return read_events(self.run_dir).events
 
+    def of_kind(self, kind: str) -> list[Event]:
+        """As ``read``, of one kind only: without decoding the steps of a long run."""
+        return events_of_kind(self.run_dir, kind)
+
     def merge(self) -> EventsRead:
         """`jsonl.merge_events`, to be called by the elected writer when the others are done."""
         with self._lock:
             # The merge replaces the file, and an open descriptor would go on in the old one.
-            self._close_main()
+            self._close(main=True)
             return merge_events(self.run_dir)
 
     def close(self) -> None:
@@ -190,23 +203,42 @@ class EventLog:
             for file in (self._main, self._part):
                 if file is not None:
                     file.sync()
-                    file.close()
-            self._main = self._part = None
+            self._close(main=True)
+            self._close(main=False)
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
 
     def _write(self, event: Event) -> None:
-        line = encode(event)
-        try:
-            if self._main is None:
-                self._main = AppendFile(self.run_dir.events)
-            self._main.write_line(line)
-        except OSError as error:
-            logger.warning("events.jsonl cannot be written, using the part file: %s", error)
-            self._close_main()
-            self._own_part().write_line(line)
+        """Write, or keep it to be written with the next event: training goes on meanwhile."""
+        if len(self._unwritten) == MAX_UNWRITTEN:
+            lost = self._unwritten.popleft()
+            logger.error("an event is lost, %d others wait: %s", MAX_UNWRITTEN - 1, encode(lost))
+        self._unwritten.append(event)
+        while self._unwritten and self._try(encode(self._unwritten[0])):
+            self._unwritten.popleft()
+
+    def _try(self, line: bytes) -> bool:
+        """Whether the line is in a file: events.jsonl of the elected writer, or the own part."""
+        errors = []
+        for main in (True, False) if self._elected else (False,):
+            try:
+                (self._own_main() if main else self._own_part()).write_line(line)
+            except OSError as error:
+                errors.append(str(error))
+                self._close(main=main)
+            else:
+                if errors and not self._said:
+                    logger.warning(
+                        "events.jsonl cannot be written, using the part file: %s", errors
+                    )
+                self._said = bool(errors)
+                return True
+        if not self._said:
+            logger.error("no event can be written; they wait until one can: %s", errors)
+        self._said = True
+        return False
 
     def _written_ids(self) -> set[str]:
         """Ids of the events at the end of events.jsonl, far more than a process remembers."""
@@ -218,12 +250,21 @@ class EventLog:
             return set()
         return {event["id"] for line in lines if (event := decode(line)) is not None}
 
+    def _own_main(self) -> AppendFile:
+        if self._main is None:
+            self._main = AppendFile(self.run_dir.events)
+        return self._main
+
     def _own_part(self) -> AppendFile:
         if self._part is None:
             self._part = AppendFile(self.run_dir.part(self.process))
         return self._part
 
-    def _close_main(self) -> None:
-        if self._main is not None:
-            self._main.close()
+    def _close(self, *, main: bool) -> None:
+        file = self._main if main else self._part
+        if main:
             self._main = None
+        else:
+            self._part = None
+        if file is not None:
+            file.close()

@@ -55,7 +55,7 @@ class Observer:
         self.log.add_listener(self.progress)
         self.log.add_listener(self.wandb)
         # A process that joins late learns the job's sizes now, not in the middle of a repair.
-        self.progress.prepare(self.log.read())
+        self.progress.prepare(self.log.of_kind("run_started"))
 
     def use_wandb(self, settings: WandbSettings, checkpoint_id: str | None = None) -> None:
         """Log to wandb from now on: its settings are known only when Megatron's flags are."""

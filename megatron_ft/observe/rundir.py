@@ -27,12 +27,13 @@ _WANDB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def default_path(now: float | None = None) -> Path:
-    """`runs/<timestamp>` in local time, for a job that was given no directory.
+    """`runs/<timestamp>-<six hex digits>` in local time, for a job that was given no directory.
 
-    Two processes would get two different answers, so one of them (the launcher) must ask and pass
-    the answer on.
+    Two jobs may start in one second. Two processes get two different answers, so one of them (the
+    launcher) must ask and pass the answer on.
     """
-    return Path("runs") / time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return Path("runs") / f"{moment}-{secrets.token_hex(3)}"
 
 
 @dataclasses.dataclass(frozen=True)

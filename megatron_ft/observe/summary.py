@@ -47,7 +47,7 @@ def build_summary(events: Sequence[Event]) -> Summary:
     accounts = account(events)
     steps = accounts.steps
     num_microbatches = start.get("global_microbatches")
-    tokens = len(steps) * _tokens_per_step(start)
+    tokens = sum(e["microbatches"] for e in steps) * _tokens_per_microbatch(start)
     per_process = accounts.wall_s * start.get("num_processes", 0)
     detect = [i.detect_s for i in accounts.incidents if i.detect_s is not None]
     repair = [i.repair_s for i in accounts.incidents]
@@ -69,7 +69,9 @@ def build_summary(events: Sequence[Event]) -> Summary:
         "validation_lm_loss": _number(validation[-1]["lm_loss"] if validation else None),
         "tokens": tokens,
         "global_microbatches": num_microbatches,
-        "steps_with_wrong_microbatches": sum(e["microbatches"] != num_microbatches for e in steps),
+        "steps_with_wrong_microbatches": sum(
+            e["microbatches"] != e.get("planned_microbatches", num_microbatches) for e in steps
+        ),
         **_faults(by_kind),
         "repairs": len(accounts.incidents),
         "detect_s": detect,
@@ -111,10 +113,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(values)}
 
 
-def _tokens_per_step(start: Event) -> int:
-    if not start:
-        return 0
-    return int(start["global_microbatches"] * start["micro_batch_size"] * start["seq_length"])
+def _tokens_per_microbatch(start: Event) -> int:
+    return int(start["micro_batch_size"] * start["seq_length"]) if start else 0
 
 
 def _missing(steps: Sequence[Event]) -> list[int]:

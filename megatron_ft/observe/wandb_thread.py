@@ -157,7 +157,7 @@ class WandbThread(threading.Thread):
             if row and event["time"] >= past[-1]["time"] - REPLAY_SECONDS:
                 self._log(row)
         # Events that happened while the history was read may be in the queue as well.
-        known = {event["id"] for event in past}
+        known, news = {event["id"] for event in past}, True
         while True:
             try:
                 item = self._queue.get(timeout=GATHER_SECONDS if self._gathered else None)
@@ -171,8 +171,11 @@ class WandbThread(threading.Thread):
                 self._log(item.row)
             elif item["id"] not in known:
                 self._log(self._rows.row(item))
-                if item["kind"] == "checkpoint":
+                if item["kind"] == "checkpoint" and news:
                     self._log_incidents()
+                    news = False
+                # The log of a long run is long: it is read again for new incidents only.
+                news = news or item["kind"] in ("fault_detected", "repaired")
 
     def _log(self, row: Row) -> None:
         """Gather rows of one iteration into one, as long as no number would be overwritten."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_ft.recover.policy_workload import PolicyWorkload
 from megatron_ft.recover.rehearsal import rehearse
@@ -20,6 +21,7 @@ from megatron_ft.recover.timers import break_off, running
 from megatron_ft.world.errors import WorldBroken
 
 if TYPE_CHECKING:
+    from megatron_ft.mecefo.live import Mecefo
     from megatron_ft.mecefo.quotas import Speeds
     from megatron_ft.transaction import StepTransaction
 
@@ -75,7 +77,7 @@ class Attempt:
             counts = self._sum_reports()
             if training:
                 if step.mecefo is not None:
-                    step.mecefo.after_reduction(self.workload.contributed())
+                    step.mecefo.after_reduction(self._weights(step.mecefo))
                 if step.speeds is not None:
                     self.times = self._exchange_times(step.speeds)
                 rehearse(step)
@@ -157,6 +159,20 @@ class Attempt:
         # Exchangeable spares count samples from beyond the step: fewer than B of them.
         num_ids = 2 * self.call["num_microbatches"] * step.world.topology.data
         return step.reports.sum(num_ids, self.contributes, group, step.pipeline_group)
+
+    def _weights(self, mecefo: Mecefo) -> Mapping[int, int]:
+        """What each replica has in the mean: microbatches; tokens where the loss is per token."""
+        contributed = self.workload.contributed()
+        config = chunks_of(self.call["model"])[0].config
+        if not config.calculate_per_token_loss or not mecefo.nodes:
+            return contributed
+        step = self.transaction
+        tokens = torch.zeros(step.world.topology.data, dtype=torch.long, device="cuda")
+        # Tensor-parallel peers count the same ones; other stages none.
+        if self.contributes and parallel_state.get_tensor_model_parallel_rank() == 0:
+            tokens[step.replica] = step.reports.tokens
+        dist.all_reduce(tokens)
+        return {replica: int(tokens[replica]) for replica in contributed}
 
     def _exchange_times(self, speeds: Speeds) -> dict[int, float]:
         """Seconds of a microbatch on the slowest process of each replica, 0 where none ran."""

@@ -63,6 +63,11 @@ class Reports:
         self._tokens = num_tokens.clone() if known is None else known + num_tokens
         return self._tokens.clone()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of this step whose loss was computed here, in all its attempts."""
+        return 0 if self._tokens is None else int(self._tokens)
+
     def sum(
         self,
         num_ids: int,

@@ -107,7 +107,6 @@ class Membership:
             "built": built,
             "building": self.building,
             "receiving": self.receiving,
-            "objected": self.world.objected,
             "committed": self.session.committed,
             "iteration": self.session.iteration,
             "stepped": self.session.stepped,
@@ -160,8 +159,9 @@ class Membership:
         called = not self.taken_in
         refilled, adopted = False, set[int]()
         while True:
-            spawned = self.replacements.waiting() if facts.get("boundary") else None
-            orders = self.session.control.orders.tell() if facts.get("boundary") else {}
+            boundary = bool(facts.get("boundary"))
+            spawned = self.replacements.waiting() if boundary else None
+            orders = self.session.control.orders.tell(boundary=boundary)
             failed = tuple(self.replacements.spawner.failed)
             told = {**self.facts(), **facts, **orders, "spawned": spawned, "failed": failed}
             repaired = self.world.repair(told, called=called)

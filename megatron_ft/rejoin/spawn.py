@@ -20,13 +20,14 @@ from mpi4py import MPI
 
 from megatron_ft.rejoin.attempt import HERE_TAG, ORDER_TAG, READY_TAG, Attempt
 from megatron_ft.topology import Topology
-from megatron_ft.world.comms import quiet
+from megatron_ft.world.comms import AGREEING, quiet
 from megatron_ft.world.errors import is_failure
 
 logger = logging.getLogger("megatron_ft.rejoin")
 
 HELLO_TAG, BOOT_TAG, IN_TAG, OUT_TAG = 7201, 7202, 7206, 7207
 HELLO_PATIENCE_S = 5.0
+OUT_PATIENCE_S = 1.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
 
 
@@ -264,8 +265,14 @@ def is_out(bridge: MPI.Intracomm) -> bool:
     Raises:
         NotWanted: The parent is gone.
     """
-    with _or_leave():
-        return bridge.Iprobe(source=0, tag=OUT_TAG)
+    # The main thread may be in an agreement, and stay there when nobody else comes to it.
+    mine = AGREEING.acquire(timeout=OUT_PATIENCE_S)
+    try:
+        with _or_leave():
+            return bridge.Iprobe(source=0, tag=OUT_TAG)
+    finally:
+        if mine:
+            AGREEING.release()
 
 
 def _first(bridge: MPI.Intracomm, tags: tuple[int, ...], patience_s: float) -> tuple[int, Any]:

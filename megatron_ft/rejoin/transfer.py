@@ -99,6 +99,7 @@ def _weights(session: Any) -> list[torch.Tensor]:
 def _state(session: Any) -> dict[str, Any]:
     args, transaction = session.args, session.transaction
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.training import training
 
     return {
         "optimizer": session.optimizer.state_dict(),
@@ -113,7 +114,8 @@ def _state(session: Any) -> dict[str, Any]:
         "degraded": None if session.mecefo is None else session.mecefo.said,
         "grad_squares": dict(session.grad_squares),
         "golden": _golden(session),
-        "asked_once": [getattr(o, _ASKED_ONCE, None) for o in _optimizers(session)],
+        # --exit-duration-in-mins counts from it.
+        "began": training._TRAIN_START_TIME,
         "rng": torch.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
@@ -127,6 +129,7 @@ _COUNTERS = (
 
 def _load(session: Any, state: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.training import training
 
     session.optimizer.load_state_dict(state["optimizer"])
     session.scheduler.num_steps = state["scheduler_steps"]
@@ -141,19 +144,10 @@ def _load(session: Any, state: dict[str, Any]) -> None:
     session.grad_squares = dict(state["grad_squares"])
     if session.mecefo is not None:
         session.mecefo.hear(state["degraded"])
+    training._TRAIN_START_TIME = min(training._TRAIN_START_TIME, state["began"])
     torch.set_rng_state(state["rng"])
     get_cuda_rng_tracker().set_states(dict(state["tracker"]))
     _set_golden(session, state["golden"])
-    for optimizer, answers in zip(_optimizers(session), state["asked_once"], strict=True):
-        setattr(optimizer, _ASKED_ONCE, answers)
-
-
-# Megatron sums this over the model-parallel group in the first step only: a newcomer must not ask.
-_ASKED_ONCE = "_has_grad_norm_group_cache"
-
-
-def _optimizers(session: Any) -> list[Any]:
-    return [session.optimizer, *getattr(session.optimizer, "chained_optimizers", ())]
 
 
 def _golden(session: Any) -> list[list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from mpi4py import MPI
 
+from megatron_ft.world import agreement as words
 from megatron_ft.world.derive import GroupKey, rounds
 from megatron_ft.world.errors import is_failure
 
@@ -46,14 +47,26 @@ def free(comm: MPI.Comm | None) -> None:
 
 
 def agreed(comm: MPI.Comm, ok: bool) -> bool:
-    """Whether all of ``comm`` say ``ok`` and none has died unnoticed; uniform, revoked or not."""
+    """Whether all of ``comm`` say ``ok`` and none has died unnoticed; see ``agreement``."""
+    return agreement(comm, 1 if ok else 0) == 1
+
+
+def agreement(comm: MPI.Comm, said: int) -> int:
+    """The bits that all of ``comm`` have said; none if somebody has died unnoticed.
+
+    The same on every process, whether ``comm`` is revoked or not.
+    """
+    with AGREEING:
+        return words.agreement(lambda word: _agree(comm, word), said)
+
+
+def _agree(comm: MPI.Comm, word: int) -> int:
     try:
-        with AGREEING:
-            return comm.Agree(1 if ok else 0) == 1
+        return int(comm.Agree(word))
     except MPI.Exception as error:
         if not is_failure(error):
             raise
-        return False
+        return words.WHOLE
 
 
 def split_groups(

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from torch.distributed import distributed_c10d
 
 from megatron_ft.world import registry
-from megatron_ft.world.comms import free, split_groups
+from megatron_ft.world.comms import free, revoke, split_groups
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import guard
 from megatron_ft.world.link import Link
@@ -50,30 +50,41 @@ def compact_exact(world: World) -> Iterator[bool]:
         with compact(world):
             yield True
         return
-    comms = _comms_without(world, without)
+    comms: dict[GroupKey, MPI.Intracomm | None] = {}
     try:
+        _make_without(world, without, comms)
         with compact(world, without, comms) if takes_part else contextlib.nullcontext():
             yield takes_part
+    except BaseException:
+        # Others may wait in one of them for this process, which gives up.
+        for comm in _distinct(comms):
+            revoke(comm)
+        raise
     finally:
-        for comm in {id(comm): comm for comm in comms.values()}.values():
+        for comm in _distinct(comms):
             free(comm)
 
 
-def _comms_without(world: World, replicas: frozenset[int]) -> dict[GroupKey, MPI.Intracomm | None]:
-    """New communicators for the groups across replicas, without these replicas."""
+def _distinct(comms: Mapping[GroupKey, MPI.Intracomm | None]) -> list[MPI.Intracomm]:
+    return list({id(comm): comm for comm in comms.values() if comm is not None}.values())
+
+
+def _make_without(
+    world: World, replicas: frozenset[int], comms: dict[GroupKey, MPI.Intracomm | None]
+) -> None:
+    """Add new communicators for the groups across replicas, without these replicas."""
     process_of = _without(world, replicas)
     mine = [slot for slot in world.slots if process_of[slot] is not None]
     across = [key for key in world.known_keys if not world.within_replica(key.slots)]
-    comms: dict[GroupKey, MPI.Intracomm | None] = dict.fromkeys(world.groups if mine else ())
-    for key in list(comms):
-        if world.within_replica(key.slots):
-            del comms[key]
+    keys = [key for key in (world.groups if mine else ()) if not world.within_replica(key.slots)]
     assert world.active is not None
     made: dict[GroupKey, MPI.Intracomm] = {}
-    with guard("split", "world"):
-        split_groups(world.active, across, process_of, mine, made)
-    comms.update(made)
-    return comms
+    try:
+        with guard("split", "world"):
+            split_groups(world.active, across, process_of, mine, made)
+    finally:
+        comms.update(dict.fromkeys(keys))
+        comms.update(made)
 
 
 def _without(world: World, replicas: frozenset[int]) -> tuple[int | None, ...]:

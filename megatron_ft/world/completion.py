@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_ft.world.comms import AGREEING
+
 if TYPE_CHECKING:
     from megatron_ft.world.work import PendingWork
 
@@ -49,7 +51,9 @@ def _run() -> None:
         # All of them at each look: an operation of another group may end first.
         waiting = []
         for work, future in flying:
-            if work.is_completed():
+            with AGREEING:
+                over = work.is_completed()
+            if over:
                 _set(work, future)
             else:
                 waiting.append((work, future))

@@ -18,12 +18,17 @@ DEATHS_SUFFIX = ".deaths"
 """Beside the status file: the exit code of each rank that died, one a line, oldest first."""
 GONE_SUFFIX = ".gone"
 """Beside the status file: the name of each rank that has ended, however it did."""
+LAUNCHED_NAME = "rank"
+"""The name of all ranks that are started together; later ones have names of their own."""
 CHECKPOINT_SUFFIX, LOADING_SUFFIX = ".checkpoint", ".loading"
 """Beside the status file: the newest complete checkpoint, and the one that is being loaded."""
 LAUNCHED = "MEGATRON_FT_LAUNCHED"
 """Set by the launcher: mpirun has every flag that fault tolerance needs."""
 PRRTE_VERSION = "MEGATRON_FT_PRRTE_VERSION"
 """Set by the launcher: the version of the runtime below mpirun."""
+
+RANKS = "MEGATRON_FT_RANKS"
+"""Set by the launcher: ranks of the launch, and at the most on one host, as ``8/4``."""
 
 FROM_OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -39,10 +44,16 @@ def rank_environment(environ: MutableMapping[str, str] = os.environ) -> None:
 
     RANK and WORLD_SIZE are those of the process in its own MPI world as it was started. A process
     that takes over a slot later gets its slot's number from the runtime, not from here.
+
+    A process that another one starts is alone in its MPI world and on its host, as Open MPI counts;
+    it shares the host with as many as those of the launch do.
     """
     if FROM_OPEN_MPI["RANK"] in environ:
         for name, source in FROM_OPEN_MPI.items():
             environ[name] = environ[source]
+        launched, _, on_host = environ.get(RANKS, "").partition("/")
+        if on_host and environ["WORLD_SIZE"] != launched:
+            environ["LOCAL_WORLD_SIZE"] = on_host
         if int(environ["LOCAL_WORLD_SIZE"]) > 1:
             environ.setdefault("OMP_NUM_THREADS", "1")
     else:
@@ -51,6 +62,16 @@ def rank_environment(environ: MutableMapping[str, str] = os.environ) -> None:
             environ.setdefault(name, value)
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     environ.setdefault("MASTER_PORT", "29500")
+
+
+def local_rank_of(slot: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The local rank, and with it the GPU, of the process that first served a slot.
+
+    mpirun fills one host after the other, and slots go to processes in their order. Who takes the
+    slot later takes the place of that process, on the same host if it can.
+    """
+    on_host = environ.get(RANKS, "").partition("/")[2] or environ.get("LOCAL_WORLD_SIZE", "1")
+    return slot % int(on_host)
 
 
 def write_exit_code(code: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -79,6 +100,15 @@ def read_deaths(status_file: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(line) for line in text.split()]
+
+
+def count_ended(status_file: Path) -> int:
+    """How many of the ranks that were started together have ended while their guard lived."""
+    try:
+        text = status_file.with_name(status_file.name + GONE_SUFFIX).read_text()
+    except FileNotFoundError:
+        return 0
+    return text.split().count(LAUNCHED_NAME)
 
 
 def is_gone(name: str, environ: Mapping[str, str] = os.environ) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.world.environment import DEATHS_SUFFIX, GONE_SUFFIX, STATUS_FILE
+from megatron_ft.world.environment import DEATHS_SUFFIX, GONE_SUFFIX, LAUNCHED_NAME, STATUS_FILE
 
 EXCLUDED_COLLECTIVES = ("hcoll", "portals4", "han", "cuda", "sm", "inter", "sync")
 """Collective components that crash or were never tested after a failure.
@@ -156,5 +156,5 @@ def mpirun_command(mpirun: Path, job: Job) -> list[str]:
         command += ["--mca", key, value]
     for name in job.exported:
         command += ["-x", name]
-    guard = ["/bin/sh", "-c", GUARD, "rank"]
+    guard = ["/bin/sh", "-c", GUARD, LAUNCHED_NAME]
     return [*command, "-n", str(job.num_ranks), *guard, *job.program]

@@ -85,7 +85,7 @@ def monitored_barrier(group: UlfmProcessGroup, timeout: timedelta, wait_all_rank
     if group.link.comm is None:
         return
     comm = group.messages()
-    with guard("monitored_barrier", group.group_name):
+    with group.policy.watch.waiting(), guard("monitored_barrier", group.group_name):
         if comm.rank != 0:
             note = comm.Isend((b"", MPI.BYTE), 0, _ARRIVED_TAG)
             release = comm.Irecv((bytearray(0), MPI.BYTE), 0, _RELEASE_TAG)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 from typing import BinaryIO
 
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
@@ -59,8 +61,12 @@ class Relay:
         try:
             self._sink.write(text)
             self._sink.flush()
-        except BrokenPipeError:
-            # The reader has gone (`| head`): the job goes on, and its output must be drained.
+        except OSError as error:
+            # The reader has gone (`| head`), or the disk is full: the job goes on, and its output
+            # must be drained.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._sink.fileno())
             os.close(nowhere)
+            if not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    print(f"megatron-ft-run: output is lost from here: {error}", file=sys.stderr)

@@ -40,6 +40,14 @@ class BrokenWork(DoneWork):
     def wait(self, *_args: object) -> bool:
         raise self._error
 
+    def synchronize(self) -> None:
+        raise self._error
+
+    def source_rank(self) -> int:
+        raise self._error
+
+    _source_rank = source_rank
+
     def is_success(self) -> bool:
         return False
 

@@ -7,7 +7,7 @@ full speed and needs no second one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from mpi4py import MPI
@@ -165,3 +165,19 @@ def huge_type(numel: int, wire: MPI.Datatype) -> MPI.Datatype:
 def buffer(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """New host memory of the tensor's shape."""
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def landed(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:
+    """What says when the copies that ``land`` has begun in this thread are over, for ``follow``."""
+    events = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
+
+
+def follow(events: Iterable[torch.cuda.Event]) -> None:
+    """Let what the caller's stream does from here on come after those copies."""
+    for event in events:
+        torch.cuda.current_stream(event.device).wait_event(event)

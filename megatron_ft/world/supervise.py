@@ -146,6 +146,8 @@ class _Stop:
         self._mpirun = mpirun
         self._grace = grace
         self._deadline = float("inf")
+        self._told: set[int] = set()
+        self._next_look = 0.0
         self._told_mpirun = False
 
     def act(self, pending: list[signal.Signals]) -> None:
@@ -162,11 +164,10 @@ class _Stop:
                     f"{number.name} passed to the ranks; they are killed "
                     f"at the next signal or in {self._grace:g} s"
                 )
-                # mpirun answers these signals by killing its ranks, so they get them from here.
-                for rank in _local_ranks(self._mpirun.pid):
-                    _send_to_group(rank.pid, number)
             else:
                 overdue = True
+        if self.by is not None and not self._told_mpirun:
+            self._tell(self.by)
         if not overdue:
             return
         if self._told_mpirun:
@@ -177,6 +178,20 @@ class _Stop:
         self._mpirun.terminate()  # on which it kills them, on every host
         self._told_mpirun = True
         self._deadline = time.monotonic() + MPIRUN_KILL_SECONDS
+
+    def _tell(self, number: signal.Signals) -> None:
+        """Pass the signal to each rank once, to those that are started after it came, too.
+
+        mpirun would answer it by killing its ranks, so they get it from here. A guard that has not
+        started its program yet would take the signal for itself.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + (RANKS_POLL_SECONDS if self._told else POLL_SECONDS)
+        for rank in _local_ranks(self._mpirun.pid):
+            if rank.pid not in self._told and _children(rank, recursive=False):
+                self._told.add(rank.pid)
+                _send_to_group(rank.pid, number)
 
 
 class _Leftovers:
@@ -268,5 +283,5 @@ def _send_to_group(leader: int, number: signal.Signals) -> None:
 def _say(text: str) -> None:
     try:
         print(f"megatron-ft-run: {text}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        return  # the reader has gone, which is no reason to leave the job alone
+    except OSError:
+        return  # the reader has gone or a disk is full, which is no reason to leave the job alone

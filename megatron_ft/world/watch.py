@@ -15,6 +15,7 @@ and nothing could be mended yet: it is killed early only if it is stopped, as th
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -49,6 +50,8 @@ class Timeouts:
     """A process whose main loop does not move and does not wait for others."""
     collective: float = 600.0
     """A process that waits for others in one call, or saves a checkpoint."""
+    setup: float = 0.0
+    """A process that waits for others before it trains, if that is longer."""
 
     def __post_init__(self) -> None:
         if not 0 < self.alive < self.progress < self.collective:
@@ -125,7 +128,6 @@ class Watch(NoWatch):
         self._handle = os.open(path, os.O_RDWR)
         """Keeps the file within reach of processes that come later: it has no name by then."""
         self._words = memoryview(self._map).cast("q")
-        # Processes are numbered for ever; those before the last thousand are dead.
         self._index = process % _CAPACITY
         self._base = self._index * _WORDS
         self._interval = min(0.5, timeouts.alive / 10)
@@ -150,12 +152,20 @@ class Watch(NoWatch):
 
     def start(self) -> None:
         """Register this process and begin to watch."""
+        while self._is_taken():
+            self._index = (self._index + 1) % _CAPACITY
+            self._base = self._index * _WORDS
         now = time.monotonic_ns()
         record = (self.process, os.getpid(), born(os.getpid()) or 0, now, now)
         for word, value in enumerate(record):
             self._words[self._base + word] = value
         self._words[self._base + _STATE] = self._state
         self._thread.start()
+
+    def _is_taken(self) -> bool:
+        """Whether this record is of a process that lives: they are numbered for ever."""
+        words = self._words[self._base : self._base + _WORDS]
+        return words[_STATE] != _FREE and born(words[_PID]) == words[_BORN]
 
     def close(self) -> None:
         """Stop watching and take the record back."""
@@ -225,11 +235,14 @@ class Watch(NoWatch):
             self._words[self._base + _ALIVE] = time.monotonic_ns()
             since = self._waiting_since
             lasted = time.monotonic() - since
-            if since and since != self._broken_off and lasted > self.timeouts.collective:
+            limit = self.timeouts.collective
+            if self._state in (_STARTING, _QUIET):  # another may build an index for long
+                limit = max(limit, self.timeouts.setup)
+            if since and since != self._broken_off and lasted > limit:
                 self._broken_off = since
                 logger.warning("waiting for others for %.1f s: broken off", lasted)
                 self.on_collective_timeout(lasted)
-            patience = self.timeouts.collective + (2 + self._order()) * self.timeouts.alive
+            patience = limit + (2 + self._order()) * self.timeouts.alive
             if since and since == self._broken_off and lasted > patience:
                 logger.error(
                     "waiting for others for %.1f s, and broken off in vain: leaving", lasted
@@ -302,7 +315,7 @@ def _stat(pid: int) -> list[str]:
         with open(f"/proc/{pid}/stat") as stat:
             # The command, in parentheses, may hold spaces.
             return stat.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # hidden: another user's
         return []
 
 
@@ -313,8 +326,14 @@ def fence(pid: int, started: int) -> bool:
     """
     try:
         handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            return False  # it is no more, or its number is a thread's now
+        # An old kernel, or a container that forbids it: a moment remains for the pid to be reused.
+        if born(pid) != started:
+            return False
+        os.kill(pid, signal.SIGKILL)
+        return True
     try:
         if born(pid) != started:
             return False

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Work
 
-from megatron_ft.world import completion, patience
+from megatron_ft.world import completion, patience, staging
 from megatron_ft.world.errors import WorldBroken, translate
 from megatron_ft.world.pending import Pending
 
@@ -80,6 +80,7 @@ class PendingWork(Work):
         self._error: Exception | None = None
         if pending.error is not None:
             self._error = self._translated(pending.error)
+        self._landed: list[torch.cuda.Event] = []
         self._done = False
         self._lock = threading.Lock()
 
@@ -100,6 +101,8 @@ class PendingWork(Work):
                     watch.end_wait()
         if self._error is not None:
             raise self._error
+        # Another thread, on another stream, may have found it over.
+        staging.follow(self._landed)
         return True
 
     def _wait(self, timeout: timedelta) -> None:
@@ -113,8 +116,12 @@ class PendingWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or not; never waits."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread waits for it
+        try:
             return self._done or self._attempt(self._test_all)
+        finally:
+            self._lock.release()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -156,7 +163,7 @@ class PendingWork(Work):
                     self._op, self._group.group_name, "the group was repaired"
                 )
             if self._error is None:
-                self._pending.finish()
+                self._finish()
             self._retire()
 
     def _attempt(self, over: Callable[[], bool]) -> bool:
@@ -172,9 +179,13 @@ class PendingWork(Work):
             if not isinstance(self._error, WorldBroken):
                 self._retire()
             return True
-        self._pending.finish()
+        self._finish()
         self._retire()
         return True
+
+    def _finish(self) -> None:
+        self._pending.finish()
+        self._landed = staging.landed(self._results)
 
     def _wait_all(self) -> bool:
         status = MPI.Status()

@@ -19,7 +19,16 @@ from mpi4py import MPI
 from megatron_ft.rejoin.relabel import moved
 from megatron_ft.topology import Assignment, Topology
 from megatron_ft.world import numbers
-from megatron_ft.world.comms import AGREEING, agreed, free, merged_with, quiet, revoke, split_groups
+from megatron_ft.world.comms import (
+    AGREEING,
+    agreed,
+    agreement,
+    free,
+    merged_with,
+    quiet,
+    revoke,
+    split_groups,
+)
 from megatron_ft.world.derive import GroupKey
 from megatron_ft.world.errors import is_failure
 from megatron_ft.world.link import Link
@@ -28,8 +37,8 @@ from megatron_ft.world.watch import NO_WATCH, NoWatch
 
 logger = logging.getLogger("megatron_ft.world")
 
-_OK, _GO_ON, _MARK = 1, 2, 0x5EEDA900
-"""Bits of what is agreed on: yes, no boundary is asked for, and what every whole word has."""
+_OK, _GO_ON = 1, 2
+"""Bits of what is agreed on: yes, and no boundary is asked for."""
 _SETTLE_S = 0.05
 
 
@@ -103,8 +112,6 @@ class World:
         """Forgets them."""
         self.known_keys: tuple[GroupKey, ...] = ()
         """The groups of all who serve slots, as of the last repair."""
-        self.objected = False
-        """Whether this process does not know what was agreed on last."""
         self.boundary_asked = False
         self._joined: dict[int, float] = {}
         """Processes taken in since the last repair, and the seconds that it took."""
@@ -167,32 +174,12 @@ class World:
             boundary: Ask everyone for a repair at the next step boundary, without a failure;
                 ``boundary_asked`` tells on every process whether somebody did.
         """
-        agreed = self._agreement(_MARK | (_OK if ok else 0) | (0 if boundary else _GO_ON))
-        if agreed & _MARK != _MARK:
-            # Open MPI garbles a word now and then (comms.AGREEING). The others may have heard the
-            # right one, and gone on: this process says no in what they agree on next.
-            logger.warning("what was agreed on came garbled: this process objects")
-            self.objected = True
-            self.revoke_active()
-            self.revoke_groups(pipeline=True)
-            self._agreement(_MARK)
-            return False
-        self.boundary_asked = self.boundary_asked or not agreed & _GO_ON
-        return bool(agreed & _OK)
-
-    def _agreement(self, word: int) -> int:
-        """What is in all active processes' words; neither yes nor a boundary if one has died."""
         assert self.active is not None
-        self.watch.begin_wait()
-        try:
-            with AGREEING:
-                return int(self.active.Agree(word))
-        except MPI.Exception as error:
-            if not is_failure(error):
-                raise
-            return _MARK | _GO_ON
-        finally:
-            self.watch.end_wait()
+        with self.watch.waiting():
+            heard = agreement(self.active, (_OK if ok else 0) | (0 if boundary else _GO_ON))
+        if heard & _OK:  # if not, a repair comes at once
+            self.boundary_asked = self.boundary_asked or not heard & _GO_ON
+        return bool(heard & _OK)
 
     def revoke_active(self) -> None:
         """Free every active process that waits in a vote's or resilient collective's messages."""
@@ -288,7 +275,7 @@ class World:
                 outcome.discard()
         assert outcome is not None
         self._install(outcome)
-        self.boundary_asked = self.objected = False
+        self.boundary_asked = False
         joined, self._joined = self._joined, {}
         return Repaired(
             epoch=self.epoch,
