@@ -170,6 +170,26 @@ def stray() -> None:
     Attempt.before_microbatch = before  # type: ignore[method-assign]
 
 
+def stops_before_a_barrier() -> None:
+    """Process 2 stops after step 12, where the others wait for it in a barrier already."""
+    import signal
+
+    import torch.distributed as dist
+
+    from megatron_ft.session import current
+
+    original = dist.barrier
+
+    @functools.wraps(original)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session.training and session.committed == 12 and session.world.process == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **kwargs)
+
+    dist.barrier = barrier
+
+
 def garbled(which: int = 0) -> None:
     """Slot 1 hears another word than was agreed on in the vote on step 5, the first or second."""
     from megatron_ft.session import current
@@ -277,6 +297,7 @@ EXTRAS: dict[str, Callable[[], None]] = {
     "no-scaler": no_scaler,
     "no-waits": no_waits,
     "rebuilds": rebuilds,
+    "stops-before-a-barrier": stops_before_a_barrier,
     "stray": stray,
 }
 

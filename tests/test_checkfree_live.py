@@ -15,11 +15,13 @@ STRAIGHT = {"tp": 1, "pp": 3, "dp": 1, "iters": ITERS}
 PLUS = {"tp": 1, "pp": 4, "dp": 1, "iters": ITERS}
 
 
-def rebuilding(directory: Path, *flags: str, layers: int = 4, **topology: int) -> Run:
+def rebuilding(
+    directory: Path, *flags: str, layers: int = 4, hooks: str = "rebuilds", **topology: int
+) -> Run:
     return launch(
         *("--num-layers", str(layers), "--ft-respawn", *flags),
         script="tests/recover_entry.py",
-        env={"RECOVER_TEST": "rebuilds", "RECOVER_CENSUS": str(directory)},
+        env={"RECOVER_TEST": hooks, "RECOVER_CENSUS": str(directory)},
         **topology,
     )
 
@@ -165,7 +167,7 @@ def test_lost_state_without_a_death(tmp_path: Path) -> None:
 def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
     """With one replica the others notice it in a barrier of Megatron's timers, or an evaluation."""
     kills = [
-        "stop@8:slot=1:point=logging",
+        "kill@8:slot=1:point=logging",
         "kill@16:slot=2:point=eval",
         "kill@24:slot=0:point=optimizer",
     ]
@@ -175,10 +177,11 @@ def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
         *("--ft-watch-timeout", "4"),
         *("--save", str(tmp_path / "saved"), "--save-interval", "8", "--ckpt-format", "torch"),
         *(part for kill in kills for part in ("--ft-fault", kill)),
+        hooks="rebuilds,stops-before-a-barrier",
         **PLUS,
     )
     assert_faults_fired(run, 3)
-    assert_goes_on(run, 3)
+    assert_goes_on(run, 4)
     told = {event["iteration"] for event in run.of_kind("eval") if event["split"] == "validation"}
     assert told == {*range(4, ITERS + 1, 4), ITERS}
     written = [event["iteration"] for event in run.of_kind("checkpoint")]
