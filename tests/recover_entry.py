@@ -117,8 +117,13 @@ def mecefo() -> None:
         for part, parameters in split(current()).items():
             got = torch.cat([p.main_grad.view(-1) for p in parameters]).double()
             own = torch.cat([local[id(p)].view(-1) for p in parameters]).double()
-            # Divided by the microbatches of a fault-free step, whatever their number.
-            own *= get_num_microbatches() / contributed[current().transaction.replica]
+            mine = contributed[current().transaction.replica]
+            if current().args.calculate_per_token_loss:
+                own /= mine  # a sum over tokens, which were counted
+            else:  # divided by the microbatches of a fault-free step, whatever their number
+                own *= get_num_microbatches() / mine
+            row["weights"] = dict(contributed)
+            row["tokens"] = current().transaction.reports.tokens
             row[f"{part}_norm"] = float(own.norm())
             row[f"{part}_deviation"] = float((got - own).norm() / own.norm().clamp_min(1e-30))
 
@@ -141,6 +146,23 @@ def mecefo() -> None:
     StepTransaction.before_reduction = before_reduction  # type: ignore[method-assign]
     Mecefo.after_reduction = after_reduction  # type: ignore[method-assign]
     Session.step_begins = step_begins  # type: ignore[method-assign]
+
+
+def uneven_tokens() -> None:
+    """Of the second replica's samples half of the tokens count."""
+    from megatron_ft import llama
+    from megatron_ft.session import current
+
+    original = llama.loss_func
+
+    @functools.wraps(original)
+    def loss_func(loss_mask: Any, output_tensor: Any) -> Any:
+        if current().transaction.replica == 1:
+            loss_mask = loss_mask.clone()
+            loss_mask[:, ::2] = 0
+        return original(loss_mask, output_tensor)
+
+    llama.loss_func = loss_func
 
 
 def no_rule() -> None:
@@ -299,6 +321,7 @@ EXTRAS: dict[str, Callable[[], None]] = {
     "rebuilds": rebuilds,
     "stops-before-a-barrier": stops_before_a_barrier,
     "stray": stray,
+    "uneven-tokens": uneven_tokens,
 }
 
 

@@ -192,6 +192,25 @@ def test_an_order_that_nobody_waits_for_is_taken_back(tmp_path: Path) -> None:
     control.close(last=True)
 
 
+def test_an_order_that_somebody_waits_for_is_answered(tmp_path: Path) -> None:
+    """Who asks stays connected, and the answer comes later than the first look at that."""
+    session: Any = SimpleNamespace(observer=SimpleNamespace(run_dir=RunDirectory(tmp_path)))
+    control = Control(session)
+    control.elect(True)
+
+    def carry_out() -> None:
+        while not control.orders.pending:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        control.orders.tell(boundary=True)
+        for order in control.orders.told():
+            order.reply(iteration=7)
+
+    threading.Thread(target=carry_out, daemon=True).start()
+    assert ask(tmp_path, {"order": "respawn"}, 20) == {"iteration": 7}
+    control.close(last=True)
+
+
 @given(data=st.data())
 def test_a_drain_always_leaves_a_whole_replica(data: st.DataObject) -> None:
     topology = Topology(

@@ -115,6 +115,24 @@ def test_a_replica_is_degraded_for_some_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_losses_per_token(tmp_path: Path) -> None:
+    """Attention is the mean over the tokens of the unaffected replica, which count unevenly."""
+    flags = ("--ft-recover", "--ft-fault", FAULT, "--calculate-per-token-loss")
+    run = degraded(tmp_path, *flags, extras="uneven-tokens,mecefo", **PIPELINE)
+    assert_faults_fired(run, 1)
+    weights = []
+    for stage in (0, 2):
+        exact, affected = rows(tmp_path, stage), rows(tmp_path, stage + 1)
+        assert_replicas_are_equal(exact, affected)
+        assert max(deviations(exact, "attention", DEGRADED)) < 1e-6
+        weights = [exact[i]["weights"] for i in DEGRADED]
+    counted = [(w["0"], w["1"]) for w in weights]
+    heads = rows(tmp_path, 2), rows(tmp_path, 3)
+    assert counted == [tuple(head[i]["tokens"] for head in heads) for i in DEGRADED]
+    assert all(a == 2 * b for a, b in counted), "with microbatches it would not hold"
+
+
+@pytest.mark.slow
 def test_zeros_for_missing_gradients_are_noticed(tmp_path: Path) -> None:
     """The negative control: without the rule attention gradients are half of what they must be."""
     degraded(*(tmp_path, "--ft-recover", "--ft-fault", FAULT), extras="no-rule,mecefo", **PIPELINE)
