@@ -16,12 +16,18 @@ EXACT = (*("--ft-mecefo-no-skip-attention", "--ft-mecefo-no-recompute", "--ft-me
 """Both stages keep their exact backward passes, so that training is the fault-free one."""
 
 
-def run_with(*faults: str, directory: Path, flags: tuple[str, ...] = (), **sizes: Any) -> Run:
+def run_with(
+    *faults: str,
+    directory: Path,
+    flags: tuple[str, ...] = (),
+    hooks: str = "weights",
+    **sizes: Any,
+) -> Run:
     return launch(
         *("--ft-recover", "--ft-mecefo", *(flags or EXACT)),
         *(part for fault in faults for part in ("--ft-fault", fault)),
         script="tests/recover_entry.py",
-        env={"RECOVER_TEST": "weights", "RECOVER_CENSUS": str(directory)},
+        env={"RECOVER_TEST": hooks, "RECOVER_CENSUS": str(directory)},
         **sizes,
     )
 
@@ -69,6 +75,27 @@ def test_after_a_death_between_two_steps_the_replica_comes_back(
     assert [event["slot"] for event in run.of_kind("stage_adopted")] == [3]
     assert_same_training(run, reference)
     assert_equal_replicas(digests(tmp_path, PP2["iters"]), 2, 2)
+
+
+@pytest.mark.slow
+def test_a_full_disk_beside_an_adopted_stage_is_said(tmp_path: Path) -> None:
+    """The exact replicas save over communicators of their own, where they wait for each other.
+
+    One of two files of the replica cannot be written; its other process waits in a barrier.
+    """
+    run = run_with(
+        "kill@1:slot=3:point=backward",
+        directory=tmp_path,
+        flags=(*EXACT, *saving(tmp_path / "saved", "torch", every=2)),
+        hooks="full-disk",
+        **{**PP2, "iters": 6},
+    )
+    assert run.returncode == 75, run.output[-4000:]
+    assert len(run.of_kind("stage_adopted")) == 1
+    assert [e["failed_process"] for e in run.of_kind("fault_detected")] == [3], "nobody dies of it"
+    assert "the checkpoint of iteration 4 could not be written" in run.summary["message"]
+    assert "broken off" not in run.output, "nobody waits for --ft-collective-timeout"
+    assert tracker(tmp_path / "saved") == "2"
 
 
 @pytest.mark.slow
