@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.arguments import EXIT_UNFIRED
 from megatron_ft.starting import Job
-from megatron_ft.world.environment import write_exit_code
+from megatron_ft.world.environment import STATUS_FILE, read_exit_code, write_exit_code
 
 
 def write_end(job: Job, code: int, message: str) -> None:
@@ -68,10 +69,10 @@ def _is_degraded(world: Any) -> bool:
     return bool(world.assignment.vacant_slots or world.assignment.adopted)
 
 
-def _meet(world: Any) -> None:
-    """Wait for the others, whatever state they are in."""
+def _meet(world: Any) -> bool:
+    """Wait for the others, whatever state they are in; whether all have come."""
     if world is None:
-        return
+        return True
     from mpi4py import MPI
 
     from megatron_ft.world.errors import is_failure
@@ -81,6 +82,8 @@ def _meet(world: Any) -> None:
     except MPI.Exception as error:
         if not is_failure(error):
             raise
+        return False
+    return True
 
 
 def leave(job: Job, code: int) -> int:
@@ -90,6 +93,14 @@ def leave(job: Job, code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if job.world is not None:
-        _meet(job.world)
+        if not _meet(job.world):
+            _write_for_the_dead(code)
         os._exit(code)
     return code
+
+
+def _write_for_the_dead(code: int) -> None:
+    """The elected process may have died before it could say how the job ended; all others know."""
+    status = os.environ.get(STATUS_FILE)
+    if status and read_exit_code(Path(status)) is None:
+        write_exit_code(code)

@@ -212,6 +212,41 @@ def stops_before_a_barrier() -> None:
     dist.barrier = barrier
 
 
+def dies_at_the_end() -> None:
+    """Slot 0 is killed when its work is done, before all agree on the end."""
+    import signal
+
+    from megatron_ft import runtime
+
+    original = runtime._agree_on_the_end
+
+    def agree_on_the_end(job: Any) -> None:
+        if job.world.slots == (0,):
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(job)
+
+    runtime._agree_on_the_end = agree_on_the_end
+
+
+def elected_dies_at_the_end() -> None:
+    """Who writes for all is killed when it comes to the last lines."""
+    import signal
+
+    from megatron_ft import ending
+
+    original = ending.write_end
+
+    def write_end(job: Any, code: int, message: str) -> None:
+        if job.session.elect():
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(job, code, message)
+
+    ending.write_end = write_end
+    from megatron_ft import runtime
+
+    runtime.write_end = write_end
+
+
 def garbled(which: int = 0) -> None:
     """Slot 1 hears another word than was agreed on in the vote on step 5, the first or second."""
     from megatron_ft.session import current
@@ -307,6 +342,8 @@ def no_adopted_rate() -> None:
 EXTRAS: dict[str, Callable[[], None]] = {
     **hooks.LOOKS,
     **hooks.SABOTAGE,
+    "dies-at-the-end": dies_at_the_end,
+    "elected-dies-at-the-end": elected_dies_at_the_end,
     "full-disk": full_disk,
     "garbled": garbled,
     "garbled-second": garbled_second,

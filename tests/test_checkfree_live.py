@@ -164,6 +164,19 @@ def test_lost_state_without_a_death(tmp_path: Path) -> None:
     assert run.summary["faults_unfired"] == [] and not run.of_kind("fault_detected")
 
 
+@pytest.mark.parametrize("hook", ["dies-at-the-end", "elected-dies-at-the-end"])
+@pytest.mark.slow
+def test_a_death_when_all_work_is_done_ends_nothing(tmp_path: Path, hook: str) -> None:
+    """No stage is needed any more, and the others know how the job has ended."""
+    run = rebuilding(
+        tmp_path, "--ft-checkfree-plus", hooks=f"rebuilds,{hook}", **{**PLUS, "pp": 2, "iters": 4}
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    assert sorted(run.steps) == [1, 2, 3, 4]
+    if hook == "dies-at-the-end":
+        assert run.summary["status"] == "degraded" and len(run.of_kind("fault_detected")) == 1
+
+
 def test_deaths_outside_of_a_step(tmp_path: Path) -> None:
     """With one replica the others notice it in a barrier of Megatron's timers, or an evaluation."""
     kills = [
