@@ -435,7 +435,8 @@ class Session:
         self.elect()
         if self.transaction is not None and self.transaction.speeds is not None:
             self.transaction.speeds.forget()
-        if repaired.plan is not None:  # else all meet for the last time, and nothing is repaired
+        # Where all meet for the last time nothing is repaired, unless somebody has died since.
+        if repaired.plan is not None or any(map(repaired.before.slots_of, repaired.dead)):
             reporting.incident(self, repaired, self._how)
 
 
