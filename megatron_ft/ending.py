@@ -94,13 +94,14 @@ def leave(job: Job, code: int) -> int:
     sys.stderr.flush()
     if job.world is not None:
         if not _meet(job.world):
-            _write_for_the_dead(code)
+            _write_for_the_dead(job, code)
         os._exit(code)
     return code
 
 
-def _write_for_the_dead(code: int) -> None:
+def _write_for_the_dead(job: Job, code: int) -> None:
     """The elected process may have died before it could say how the job ended; all others know."""
     status = os.environ.get(STATUS_FILE)
     if status and read_exit_code(Path(status)) is None:
-        write_exit_code(code)
+        unfired = not code and job.session is not None and _unfired(job.session)
+        write_exit_code(EXIT_UNFIRED if unfired else code)

@@ -107,7 +107,8 @@ def step(
         batch = get_current_running_global_batch_size()
         quotas = [get_num_microbatches()] * args.data_parallel_size
         counts = (1,) * sum(quotas)
-        if args.step_batch_size_schedule is not None:
+        of_flags = args.global_batch_size // args.micro_batch_size
+        if args.step_batch_size_schedule is not None or len(counts) != of_flags:
             fields["planned_microbatches"] = len(counts)
     start, micro = args.consumed_train_samples - batch, args.micro_batch_size
     indices = [

@@ -149,7 +149,8 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
                 signal.signal(job.early.exit_signal, signal.SIG_IGN)
             job.slot = _slot_to_build(job)
             os.environ["RANK"] = str(job.slot)
-            os.environ["LOCAL_RANK"] = str(local_rank_of(job.slot))
+            if job.newcomer is not None or _is_without_gpu(has_gpu):
+                os.environ["LOCAL_RANK"] = str(local_rank_of(job.slot))
             job.session.joining = True
             membership.start_building(job.slot)
         try:
@@ -172,6 +173,13 @@ def _live(job: Job, has_gpu: bool, program_start: float | None) -> int:
     except Released:
         pass
     return 0
+
+
+def _is_without_gpu(has_gpu: bool) -> bool:
+    """Whether this spare of the launch has no GPU of its own, so that it takes its slot's."""
+    import torch
+
+    return has_gpu and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count()
 
 
 def _complain_of_silent_exit(job: Job) -> None:
@@ -209,6 +217,7 @@ def _agree_on_the_end(job: Job) -> None:
     world = job.world
     if world is None:
         return
+    job.session.comes_to("end of training")
     while not world.agree(True):
         # Where nobody has anything left to do, no replica must be whole any more.
         if job.session.mend("end of training", {"finished": True}).plan is None:

@@ -364,6 +364,10 @@ class Session:
             raise ReplicaLost("replicas came back outside of a step: training is entered again")
         return repaired
 
+    def comes_to(self, how: str) -> None:
+        """What a death that is noticed from now on is noticed at."""
+        self._how = how
+
     def boundary(self) -> None:
         """Between two steps: let pool processes take their slots, if somebody asked for it."""
         assert self.world is not None

@@ -195,19 +195,20 @@ def _always(args: Any) -> Refusals:
             "--step-batch-size-schedule without a strategy",
         ),
         (
-            args.full_validation and args.dataloader_type == "external",
-            "--full-validation needs a loader of Megatron's: add --dataloader-type single, without "
-            "a strategy, or leave it out",
+            (args.full_validation or args.multiple_validation_sets)
+            and args.dataloader_type == "external",
+            "--full-validation and --multiple-validation-sets need a loader of Megatron's: add "
+            "--dataloader-type single, without a strategy, or leave them out",
+        ),
+        (
+            bool(args.full_validation) != bool(args.multiple_validation_sets),
+            "Megatron dies in its first evaluation with one of --full-validation and "
+            "--multiple-validation-sets: give both or none",
         ),
         (
             getattr(args, "dataloader_inter_document_masking", False),
             "--dataloader-inter-document-masking does not reach the dataset, so attention would "
             "cross documents: leave it out",
-        ),
-        (
-            args.multiple_validation_sets,
-            "Megatron does not support --multiple-validation-sets in its training loop: leave it "
-            "out",
         ),
     ]
 

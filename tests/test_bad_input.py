@@ -19,6 +19,7 @@ TIMEOUT_S = 180
 WORKER = Path(__file__).parent / "workers" / "flags_worker.py"
 RECOVER = ("--ft-recover",)
 DEGRADE = ("--ft-fault", "degrade@3:slot=0")
+WHOLE = ("--full-validation", "--multiple-validation-sets")
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
 
 # -- flags, as Megatron's own parser and ours see them ---------------------------------------------
@@ -95,7 +96,17 @@ def cases(folder: Path) -> dict[str, tuple[int, list[str], str | None]]:
             flags("--rampup-batch-size", "4", "4", "64"),
             "Megatron-Core ignores --rampup-batch-size",
         ),
-        "validation of a whole set": (4, flags("--full-validation"), "needs a loader of Megatron"),
+        "validation of a whole set": (4, flags("--full-validation"), "need a loader of Megatron"),
+        "validation of one whole set": (
+            4,
+            flags("--full-validation", "--dataloader-type", "single"),
+            "give both or none",
+        ),
+        "validation of whole sets": (
+            4,
+            flags(*WHOLE, "--dataloader-type", "single"),
+            None,
+        ),
         "masks between documents": (
             4,
             flags("--dataloader-inter-document-masking"),

@@ -48,7 +48,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "`--dataloader-inter-document-masking`": ("--dataloader-inter-document-masking",),
     "`--rampup-batch-size`, which Megatron-Core ignores": ("--rampup-batch-size", "6", "6", "64"),
-    "`--full-validation`, with `--dataloader-type external`": ("--full-validation",),
+    "`--full-validation` and `--multiple-validation-sets`, both": (
+        *("--full-validation", "--multiple-validation-sets"),
+    ),
     "`--dataloader-type` other than `external`": ("--dataloader-type", "single"),
     "`--rerun-mode`": ("--rerun-mode", "validate_results"),
 }

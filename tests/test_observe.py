@@ -180,6 +180,15 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     assert log.of_kind("run_started") == []
 
 
+def test_events_that_waited_are_written_when_the_log_is_closed(run_dir: RunDirectory) -> None:
+    run_dir.part(7).symlink_to("/dev/full")
+    log = EventLog(run_dir, 7)
+    emit_steps(log, 1)
+    run_dir.part(7).unlink()
+    log.close()
+    assert [e["iteration"] for e in read_events(run_dir).events] == [1]
+
+
 # Changing the writer
 
 

@@ -155,6 +155,7 @@ class EventLog:
                 part.sync()
             elif agreed and not self._elected:
                 self._remembered.append(event)
+                self._write_waiting()
                 return event
             else:
                 self._write(event)
@@ -193,6 +194,7 @@ class EventLog:
     def merge(self) -> EventsRead:
         """`jsonl.merge_events`, to be called by the elected writer when the others are done."""
         with self._lock:
+            self._write_waiting()
             # The merge replaces the file, and an open descriptor would go on in the old one.
             self._close(main=True)
             return merge_events(self.run_dir)
@@ -200,6 +202,9 @@ class EventLog:
     def close(self) -> None:
         """Sync and close the files; a later event opens them again."""
         with self._lock:
+            self._write_waiting()
+            if self._unwritten:
+                logger.error("%d events are lost: they could not be written", len(self._unwritten))
             for file in (self._main, self._part):
                 if file is not None:
                     file.sync()
@@ -216,6 +221,9 @@ class EventLog:
             lost = self._unwritten.popleft()
             logger.error("an event is lost, %d others wait: %s", MAX_UNWRITTEN - 1, encode(lost))
         self._unwritten.append(event)
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         while self._unwritten and self._try(encode(self._unwritten[0])):
             self._unwritten.popleft()
 

@@ -168,8 +168,10 @@ class Attempt:
             return contributed
         step = self.transaction
         tokens = torch.zeros(step.world.topology.data, dtype=torch.long, device="cuda")
-        # Tensor-parallel peers count the same ones; other stages none.
-        if self.contributes and parallel_state.get_tensor_model_parallel_rank() == 0:
+        # Tensor-parallel peers count the same ones, and where routes end at several stages all of
+        # them know the sum.
+        last = step.is_last_stage or (step.pair is not None and step.pair.loss_group is not None)
+        if self.contributes and last and parallel_state.get_tensor_model_parallel_rank() == 0:
             tokens[step.replica] = step.reports.tokens
         dist.all_reduce(tokens)
         return {replica: int(tokens[replica]) for replica in contributed}

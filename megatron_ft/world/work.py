@@ -116,6 +116,8 @@ class PendingWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or not; never waits."""
+        if self._done:
+            return True
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
         try:
