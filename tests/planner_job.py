@@ -217,6 +217,15 @@ def _check_who_moves(now: Situation, result: RecoveryPlan) -> None:
     ends = now.left | {before.process_of[s] for r in gone for s in topology.replica(r)}
     assert not ends & set(after.active_processes), "who was asked to go does not serve"
     slots = {a.slot for a in result.actions if isinstance(a, Fill | Rebuild)}
+    # One that has tried to run a second stage and could not leaves it to the other neighbour, and
+    # may hold its state all the same.
+    slots |= {
+        a.slot
+        for a in result.actions
+        if isinstance(a, Adopt)
+        and (tried := before.process_of[a.slot]) in now.living
+        and now.living[tried].unable
+    }
     for replica in before.whole_replicas(topology):
         served = {slot: before.process_of[slot] for slot in topology.replica(replica)}
         if replica in gone or unfit & set(served.values()):
