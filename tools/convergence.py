@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     add("study", choices=STUDIES)
     add("--seeds", type=int, default=3, metavar="N", help="0 to N-1 (default: %(default)s)")
     add("--iterations", type=int, default=300, help="of a run (default: %(default)s)")
+    add("--init-std", type=float, help="of the initial weights of all runs (default: 0.02)")
     add("--lr", type=float, help="learning rate of all runs (default: that of tools/studies/cells)")
     add(
         "--failures-from",
@@ -97,6 +98,7 @@ def main() -> int:
         seeds=range(given.seeds),
         iterations=given.iterations,
         lr=given.lr,
+        init_std=given.init_std,
         failures_from=given.failures_from,
         iteration_s=given.iteration_seconds,
         pairs=given.pairs,

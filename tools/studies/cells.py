@@ -40,6 +40,9 @@ class Setup:
     lr: float = 2e-3
     min_lr: float | None = None
     """Where a cosine ends; None: the rate is constant, as in CheckFree's experiments."""
+    init_std: float | None = None
+    """Of the initial weights; None: Megatron's, 0.02, which is that of models of some 1000 hidden
+    units and leaves layers of few hidden units next to no part in the sum at first."""
     warmup: int = 10
     eval_interval: int = 25
     eval_iters: int = 8
@@ -79,11 +82,14 @@ class Setup:
             *("--data-path", data_prefix, "--split", "98,1,1"),
             *("--eval-interval", str(self.eval_interval), "--eval-iters", str(self.eval_iters)),
             *("--log-interval", "100", "--seed", str(1234 + seed)),
+            *(() if self.init_std is None else ("--init-method-std", repr(self.init_std))),
         )
 
 
 def setup_of(options: Options, **changes: Any) -> Setup:
-    """A setup of as many iterations, and the learning rate, that the command line asks for."""
+    """A setup of what the command line asks for: iterations, learning rate, initial weights."""
+    if options.init_std is not None:
+        changes = {**changes, "init_std": options.init_std}
     if options.lr is not None:
         changes = {**changes, "lr": options.lr}
         if "min_lr" in changes:

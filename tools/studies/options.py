@@ -15,6 +15,8 @@ class Options:
     """Of a run."""
     lr: float | None = None
     """Learning rate of all runs; None: that of ``Setup``."""
+    init_std: float | None = None
+    """Standard deviation of the initial weights of all runs; None: that of ``Setup``."""
     failures_from: int = 1
     """The first iteration in which a stage may be lost (ablation, swap-share)."""
     iteration_s: float | None = None
