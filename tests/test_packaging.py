@@ -223,3 +223,22 @@ def test_make_env_finishes_what_was_interrupted(checkout: Checkout) -> None:
     assert checkout.make_env() == 1  # which sees that it is whole again
     assert checkout.by_hand().exists()
     assert checkout.make_env() == 0
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pretrain_llama_ft.py", "tools/campaign_rank.py", "tests/recover_entry.py"],
+)
+def test_what_saving_starts_is_no_rank(script: str) -> None:
+    """Megatron's torch_dist writer starts a process, in which multiprocessing imports the script.
+
+    MPI_Init there waits for the same of all ranks, of which some may not save.
+    """
+    code = (
+        f"import runpy, sys; runpy.run_path({script!r}, run_name='__mp_main__'); "
+        "print([name for name in ('mpi4py.MPI', 'torch', 'megatron.core') if name in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert said.stdout == "[]\n", said

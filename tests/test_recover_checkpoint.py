@@ -7,8 +7,6 @@ goes on as that run did.
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ROOT, Run, assert_faults_fired, launch, relative
+from harness import Run, assert_faults_fired, launch, relative
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 # Minutes each: part of `make test-slow`.
@@ -177,25 +175,6 @@ def test_the_end_of_the_job_in_a_save_leaves_the_last_checkpoint(form: str, tmp_
     assert_goes_on(again, wanted, after=2)
     for step in (2, 4, 6):
         assert_holds_the_same(tmp_path, complete, step)
-
-
-@pytest.mark.parametrize(
-    "script",
-    ["pretrain_llama_ft.py", "tools/campaign_rank.py", "tests/recover_entry.py"],
-)
-def test_what_saving_starts_is_no_rank(script: str) -> None:
-    """Megatron's torch_dist writer starts a process, in which multiprocessing imports the script.
-
-    MPI_Init there waits for the same of all ranks, of which some may not save.
-    """
-    code = (
-        f"import runpy, sys; runpy.run_path({script!r}, run_name='__mp_main__'); "
-        "print([name for name in ('mpi4py.MPI', 'torch', 'megatron.core') if name in sys.modules])"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert said.stdout == "[]\n", said
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
