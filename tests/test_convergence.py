@@ -62,10 +62,16 @@ def test_the_cells_of_a_study(study: Any) -> None:
 def test_studies_share_the_runs_without_failures() -> None:
     options = Options(flags_known=KNOWN)
     keys = [
-        {cell.key for cell in study.grid(options).values()}
-        for study in (ablation, swap_share, strategies)
+        {cell.key for cell in study.grid(options).values()} for study in (swap_share, strategies)
     ]
     assert len(set.intersection(*keys)) == len(options.seeds)
+    # The ablation's model begins with other weights, unless it is told not to.
+    assert not keys[0] & {cell.key for cell in ablation.grid(options).values()}
+    alike = Options(flags_known=KNOWN, lr=2e-3, init_std=0.02)
+    assert ablation.grid(alike)["copy", 0].setup.flags(0, "x")[-2:] == (
+        "--init-method-std",
+        "0.02",
+    )
 
 
 def test_losses_can_begin_late_and_the_rate_be_another() -> None:
@@ -74,7 +80,7 @@ def test_losses_can_begin_late_and_the_rate_be_another() -> None:
     )
     assert set(late["copy", 0].faults) < set(usual["copy", 0].faults)
     assert all(parse(fault).iteration >= 150 for fault in late["copy", 0].faults)
-    assert (usual["copy", 0].setup.lr, late["copy", 0].setup.lr) == (2e-3, 1e-3)
+    assert (usual["copy", 0].setup.lr, late["copy", 0].setup.lr) == (5e-4, 1e-3)
     assert mecefo.grid(Options(lr=1e-3))["low", 0].setup.min_lr == pytest.approx(1e-4)
 
 
