@@ -211,10 +211,8 @@ def _refusals(args: Any) -> tuple[tuple[bool, str], ...]:
             any(
                 getattr(args, name, None)
                 for name in (
-                    *(
-                        "heterogeneous_layers_config_path",
-                        "heterogeneous_layers_config_encoded_json",
-                    ),
+                    "heterogeneous_layers_config_path",
+                    "heterogeneous_layers_config_encoded_json",
                     "linear_attention_freq",
                 )
             ),
